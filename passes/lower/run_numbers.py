@@ -6,7 +6,8 @@ size that depends on data may stay in a graph because of moefuse; a sum over the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,9 @@ from moefuse.passes.match.liveness import live
 _EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)
 """Dtypes in which a number of rows is itself. What is computed of a tensor of one of them and a number has its dtype."""
 _ARITHMETIC = ("add", "sub", "mul", "div", "rsub")
+_PYTHON: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "sym_float": operator.pos,
+}  # fmt: skip
 _LISTS = ("tensor", "new_tensor", "as_tensor")
 
 
@@ -46,9 +50,9 @@ def as_tensors(ctx: Context) -> bool:
 
 
 def _number(node: Node) -> Any:
-    """The expression of an integer that only the run knows; None for all else."""
+    """The expression of a number that only the run knows; None for all else."""
     value = fake(node)
-    return size_of(value) if isinstance(value, torch.SymInt) and unbacked_in(value) else None
+    return size_of(value) if isinstance(value, torch.SymInt | torch.SymFloat) and unbacked_in(value) else None
 
 
 def _converted(ctx: Context, node: Node, call: Call | None) -> bool:
@@ -68,6 +72,8 @@ def _operand(ctx: Context, node: Node) -> bool:
         return False  # a number over a tensor is the tensor's reciprocal times the number
     other = tensor(node.args[1 - at[0]]) if len(at) == 1 else None
     made = tensor_of(ctx, node.args[at[0]]) if other is not None and other.dtype in _EXACT else None  # type: ignore[arg-type]
+    if made is not None and fake(made).dtype.is_floating_point and not other.dtype.is_floating_point:  # type: ignore[union-attr]
+        return False  # the result would have another dtype
     if other is None or made is None:
         return False
     node.update_arg(at[0], _cast(ctx, node, made, other))
@@ -123,6 +129,8 @@ def _cast(ctx: Context, before: Node, made: Node, like: torch.Tensor) -> Node:
 def tensor_of(ctx: Context, number: Node) -> Node | None:
     """A tensor of one element (int64) with the value of a number; None where that is not a sum of numbers that tensors have."""
     made = ctx.scratch(Made)
+    if isinstance(fake(number), torch.SymFloat):
+        return _fraction(ctx, number)
     expr = size_of(fake(number))
     terms = list(_terms(expr))
     if any(symbol is not None and _known(ctx, symbol) is None for symbol, _ in terms):
@@ -136,6 +144,27 @@ def tensor_of(ctx: Context, number: Node) -> Node | None:
         total = emit(torch.add, total, part)
     made.worth[total] = expr
     return total
+
+
+def _fraction(ctx: Context, number: Node) -> Node | None:
+    """As :func:`tensor_of`, of a float (float64, as Python's are): one that is read, or arithmetic of numbers and constants."""
+    call = ctx.calls[number]
+    if call is None or call.kwargs:
+        return None
+    if call.name == "item":
+        emit = Emitter(ctx.graph, number.next, call.args[0], {})
+        result = emit(torch.Tensor.to, emit(torch.Tensor.reshape, call.args[0], ()), torch.float64, copy=True)
+    else:
+        parts = [tensor_of(ctx, a) if isinstance(a, Node) and _number(a) is not None else a for a in call.args]
+        nodes = [p for p in parts if isinstance(p, Node)]
+        plain = all(p not in call.args for p in nodes) and all(isinstance(p, Node) or type(p) in (int, float) for p in parts)
+        over = call.name == "div" and not isinstance(parts[0], Node)  # the reciprocal times the number, to torch
+        if not nodes or not plain or over or call.name not in _PYTHON:
+            return None
+        emit = Emitter(ctx.graph, number.next, nodes[0], {})
+        result = emit(_PYTHON[call.name], *(emit(torch.Tensor.to, p, torch.float64) if isinstance(p, Node) else p for p in parts))
+    ctx.scratch(Made).worth[result] = size_of(fake(number))
+    return result
 
 
 def _terms(expr: Any) -> Iterator[tuple[Any, int]]:

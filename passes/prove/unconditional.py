@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import Call, fake, tensor
+from moefuse.passes.graph.op_classes import MODES
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Hit, RowNumber
@@ -32,7 +33,11 @@ def unconditional(ctx: Context, claims: Sequence[Claim]) -> set[Node]:
     for claim in claims:
         for node in sorted((n for n in claim.assumption.nodes if n in needed and n in ctx.position), key=ctx.position.__getitem__):
             call = ctx.calls[node]
-            if call is None or not call.inplace or claim.routing is None:
+            if call is None or claim.routing is None:
+                continue
+            if call.name == "_set_grad_enabled":
+                fine[node] = fine.get(node, True) and _switched_back(ctx, claim)
+            if not call.inplace:
                 continue
             sizes = _sizes(ctx) if sizes is None else sizes
             fine[node] = fine.get(node, True) and _guarded(ctx, claim, node, call, sizes)
@@ -51,13 +56,29 @@ def _sizes(ctx: Context) -> dict[Any, Chosen]:
 
 def _guarded(ctx: Context, claim: Claim, node: Node, call: Call, sizes: dict[Any, Chosen]) -> bool:
     target = call.targets[0]
-    if len(call.targets) != 1 or ctx.storage[target] in claim.assumption.nodes:
+    if len(call.targets) != 1:
         return False
+    if ctx.storage[target] in claim.assumption.nodes:
+        return call.name in ("add", "sub", "mul", "div") and _inside(ctx, claim, ctx.storage[target])
     if any((v := tensor(i)) is not None and v.requires_grad for i in node.all_input_nodes):
         return False
     if call.name in ("add", "sub") and len(node.args) == 2 and not node.kwargs and node.args[0] is target:
         return _adds_nothing(ctx, claim, node.args[1], sizes) or _masked(ctx, claim, node)
     return call.name == "setitem" and len(node.args) == 3 and (_itself(ctx, node) or _selected(ctx, claim, node))
+
+
+def _switched_back(ctx: Context, claim: Claim) -> bool:
+    """Whether a scope leaves the grad mode that it found: ``with torch.no_grad():`` around a counter."""
+    order = list(ctx.position)
+    at = [ctx.position[n] for n in claim.assumption.nodes if n in ctx.position and (c := ctx.calls[n]) is not None and c.name in MODES]
+    return min(at) > 0 and ctx.mode[order[min(at) - 1]] == ctx.mode[order[max(at)]]
+
+
+def _inside(ctx: Context, claim: Claim, storage: Node) -> bool:
+    """Whether memory that a scope makes is read in the scope alone."""
+    nodes = claim.assumption.nodes
+    aliases = [n for n in ctx.aliases.get(storage, ()) if not n._erased]
+    return all(a in nodes and all(u in nodes or u not in ctx.position for u in a.users) for a in aliases)
 
 
 def _adds_nothing(ctx: Context, claim: Claim, value: Any, sizes: dict[Any, Chosen]) -> bool:
@@ -112,7 +133,7 @@ def _selected(ctx: Context, claim: Claim, node: Node) -> bool:
     """``counts[e] = n``: the new value, or the one that is there."""
     target, index, value = node.args
     held, places = tensor(target), index if isinstance(index, tuple) else (index,)
-    if held is None or not all(type(i) is int or i == slice(None) for i in places):
+    if held is None or not all(type(i) is int or i == slice(None) or type(ctx.number(i)) is int for i in places):
         return False
     some = _some(ctx, claim, node)
     if some is None:

@@ -174,3 +174,55 @@ class BinnedByOthers(Binned):
 
     def counts(self, ids: Tensor) -> Tensor:
         return torch.histc((E - 1 - ids).float(), bins=E, min=0, max=E - 1)
+
+
+class ByRow(Layer):
+    """A loop over the experts with tokens counts in a buffer of the module; subclasses count otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("usage", torch.zeros(E))
+
+    def count(self, row: Tensor, token: Tensor) -> None:
+        self.usage[row] += token.numel()
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        mask, hit = self.hits(ids)
+        out = torch.zeros_like(x)
+        for row in hit.nonzero():
+            slot, token = torch.where(mask[row].squeeze(0))
+            self.count(row, token)
+            out.index_add_(0, token, self.expert(row[0], x[token]) * weights[token, slot, None])
+        return out + 0.01 * self.usage.repeat(H // E)
+
+
+@positive
+class RowByTensor(ByRow):
+    """The row is a tensor: ``usage[row]`` is a copy that goes back."""
+
+
+@positive
+class RowWithoutGradients(ByRow):
+    """Gradients are switched off for the counter."""
+
+    def count(self, row: Tensor, token: Tensor) -> None:
+        with torch.no_grad():
+            self.usage[row.item()] += token.numel()  # type: ignore[index]
+
+
+@positive
+class RowAverages(ByRow):
+    """A running average, of shares: an expert without tokens keeps its own."""
+
+    def count(self, row: Tensor, token: Tensor) -> None:
+        self.usage[row[0]] = 0.9 * self.usage[row[0]] + 0.1 * (token.numel() / 10)
+
+
+@near_miss
+class RowReadsOthers(ByRow):
+    """What an expert before left decides about a later one."""
+
+    def count(self, row: Tensor, token: Tensor) -> None:
+        if self.usage.max() > token.numel():
+            self.usage[row[0]] += 1
