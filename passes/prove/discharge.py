@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +49,13 @@ from moefuse.passes.match.liveness import pure
 from moefuse.passes.prove.concerns import Chosen, concerns, of_size
 from moefuse.passes.rules.routing.nonempty import hit_of, rows_of
 from moefuse.passes.rules.routing.offsets import difference
+
+
+@dataclass
+class Unchanged:
+    """Tensors that are equal to another one where the assumption that they were computed under is false."""
+
+    of: dict[Node, Node] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -355,7 +362,7 @@ def _same_without(ctx: Context, claim: Claim, old: Any, new: Any) -> bool:
         return new._erased and _same_offset(ctx, claim, _offset(ctx, old), offset)
     if old not in ctx.position or new not in ctx.position:
         return False
-    if _writes_to(ctx, new, old):
+    if _writes_to(ctx, new, old) or ctx.scratch(Unchanged).of.get(new) is old:
         return True
     before, after = ctx.facts.get(old), ctx.facts.get(new)
     if not isinstance(after, Sum):

@@ -21,7 +21,7 @@ from moefuse.passes.ir.facts import Hit, RowNumber
 from moefuse.passes.lower.run_numbers import worth
 from moefuse.passes.match.liveness import live
 from moefuse.passes.prove.concerns import Chosen, of_size
-from moefuse.passes.prove.discharge import Claim
+from moefuse.passes.prove.discharge import Claim, Unchanged
 from moefuse.passes.rules.routing.nonempty import hit_of
 
 
@@ -37,7 +37,7 @@ def unconditional(ctx: Context, claims: Sequence[Claim]) -> set[Node]:
                 continue
             if call.name == "_set_grad_enabled":
                 fine[node] = fine.get(node, True) and _switched_back(ctx, claim)
-            if not call.inplace:
+            if not call.inplace and not _bound_again(claim, node, call):
                 continue
             sizes = _sizes(ctx) if sizes is None else sizes
             fine[node] = fine.get(node, True) and _guarded(ctx, claim, node, call, sizes)
@@ -55,6 +55,8 @@ def _sizes(ctx: Context) -> dict[Any, Chosen]:
 
 
 def _guarded(ctx: Context, claim: Claim, node: Node, call: Call, sizes: dict[Any, Chosen]) -> bool:
+    if not call.inplace:
+        return _same_again(ctx, claim, node, sizes)
     target = call.targets[0]
     if len(call.targets) != 1:
         return False
@@ -65,6 +67,27 @@ def _guarded(ctx: Context, claim: Claim, node: Node, call: Call, sizes: dict[Any
     if call.name in ("add", "sub") and len(node.args) == 2 and not node.kwargs and node.args[0] is target:
         return _adds_nothing(ctx, claim, node.args[1], sizes) or _masked(ctx, claim, node)
     return call.name == "setitem" and len(node.args) == 3 and (_itself(ctx, node) or _selected(ctx, claim, node))
+
+
+def _bound_again(claim: Claim, node: Node, call: Call) -> bool:
+    """``total = total + n``, which is read behind the scope."""
+    of_two = call.name in ("add", "sub") and len(node.args) == 2 and not node.kwargs
+    return of_two and any(new is node for _, _, new in claim.assumption.carried)
+
+
+def _same_again(ctx: Context, claim: Claim, node: Node, sizes: dict[Any, Chosen]) -> bool:
+    """Whether such a sum is the tensor that it adds to where no slot chose the claim's expert."""
+    before, value = node.args
+    old, new = tensor(before), tensor(node)
+    if old is None or new is None or new.requires_grad or old.dtype != new.dtype or shape_of(old) != shape_of(new):
+        return False
+    names = [name for n in (node, before) for name in ctx.memory.storages(n)]  # type: ignore[arg-type]
+    if any(name in ctx.writes or ctx.memory.outlives(name) for name in names):
+        return False  # the other way keeps the tensor itself: whoever writes to one of them could tell
+    if not _adds_nothing(ctx, claim, value, sizes) and not _masked(ctx, claim, node):
+        return False
+    ctx.scratch(Unchanged).of[node] = before  # type: ignore[assignment]
+    return True
 
 
 def _switched_back(ctx: Context, claim: Claim) -> bool:
@@ -123,7 +146,7 @@ def _masked(ctx: Context, claim: Claim, node: Node) -> bool:
             return False
         node.update_arg(1, emit(torch.where, some, value, 0))
     elif isinstance(value, int) or held.dtype.is_floating_point:
-        node.update_arg(1, emit(torch.mul, emit(torch.Tensor.to, some, held.device, held.dtype), value))
+        node.update_arg(1, emit(torch.where, some, emit(torch.full_like, target, value), 0))
     else:
         return False
     return True

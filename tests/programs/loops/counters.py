@@ -101,6 +101,63 @@ class KeepsStatistics(Counted):
         return self.usage  # type: ignore[return-value]
 
 
+class BoundAgain(Layer):
+    """A sum is a new tensor for each expert."""
+
+    def more(self, total: Tensor, hit: Tensor, token: Tensor) -> Tensor:
+        return total + hit.sum()
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out, total = torch.zeros_like(x), torch.zeros(())
+        for e in range(E):
+            hit = ids == e
+            token, slot = torch.where(hit)
+            if token.numel() == 0:
+                continue
+            total = self.more(total, hit, token)
+            out.index_add_(0, token, self.expert(e, x[token]) * weights[token, slot, None])
+        return out * (1 + 0.01 * total)
+
+
+@positive
+class BoundToSums(BoundAgain):
+    """What is added is zero without tokens."""
+
+
+@positive
+class BoundToCalls(BoundAgain):
+    """What is added is masked."""
+
+    def more(self, total: Tensor, hit: Tensor, token: Tensor) -> Tensor:
+        return total + 1
+
+
+@near_miss
+class BoundAndWritten(BoundToSums):
+    """Without tokens the sum is the tensor that it was, which somebody holds, and is written to."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out, first = torch.zeros_like(x), torch.zeros(())
+        for e in range(E):
+            hit, total = ids == e, first
+            token, slot = torch.where(hit)
+            if token.numel() > 0:
+                total = total + hit.sum()
+                out.index_add_(0, token, self.expert(e, x[token]) * weights[token, slot, None])
+            total.add_(1)
+        return out * (1 + 0.01 * first)
+
+
+@near_miss
+class BoundToProducts(BoundAgain):
+    """No sum."""
+
+    def more(self, total: Tensor, hit: Tensor, token: Tensor) -> Tensor:
+        return total * 2 + 1
+
+
 @positive
 class ListsNumbers(Layer):
     """The lengths of lists of tokens become a tensor."""
