@@ -15,7 +15,7 @@ from moefuse.capture.assumptions import Assumption
 from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.levels import levels
 from moefuse.passes.graph.modes import modes
-from moefuse.passes.graph.op_classes import SAME_NUMBER
+from moefuse.passes.graph.op_classes import CONDITIONS, SAME_NUMBER
 from moefuse.passes.graph.sizes import same_shape, shape_of, size_of
 from moefuse.passes.graph.storage import Memory
 from moefuse.passes.infer.symbolic_sizes import Known
@@ -64,7 +64,7 @@ class Context:
 
     Attributes:
         graph, calls, position, mode, levels: the graph as it was, each node as a canonical operation, where it stands, and in which modes.
-        first: for each node the first one that is the same view; views that a loop writes again are one.
+        first: for each node the first one that is the same view or condition; those that a loop writes again are one.
         memory, storage, aliases, writes: who shares memory with whom, and who writes to it (``Memory``).
         given: what capture says of the graph.
         facts: what rules found; a write takes back what it makes wrong. ``finished``: sums that a write ended.
@@ -91,7 +91,7 @@ class Context:
         self.replaced: dict[Node, Node] = {}
         self.results: dict[Node, Standin] = {}
         self._scratch: dict[type, Any] = {}
-        self._same_views()
+        self._same_values()
 
     def scratch(self, kind: type[T]) -> T:
         """The notes of one rule about this graph, made on demand: a class of the rule's own, without arguments."""
@@ -99,15 +99,21 @@ class Context:
             self._scratch[kind] = kind()
         return self._scratch[kind]  # type: ignore[no-any-return]
 
-    def _same_views(self) -> None:
-        """Views that are written again for every expert (``W.view(E, I, H)`` in a loop) are one view."""
+    def _same_values(self) -> None:
+        """Views that are written again for every expert (``W.view(E, I, H)`` in a loop) are one view; so are conditions (``w > 0``)."""
         seen: dict[Any, Node] = {}
         for node, call in self.calls.items():
             self.first[node] = node
-            if call is None or self.storage[node] is node or call.inplace:
+            if call is None or call.inplace:
+                continue
+            if self.storage[node] is not node:
+                version: Any = self.memory.version(self.storage[node], node)
+            elif call.name in CONDITIONS and node not in self.writes and (known := tensor(node)) is not None and known.dtype == torch.bool:
+                version = list(self.memory.read(node).items())
+            else:
                 continue
             args = torch.fx.node.map_arg((call.args, call.kwargs), lambda n: self.first[n])
-            self.first[node] = seen.setdefault(f"{call.name} {args} {self.memory.version(self.storage[node], node)}", node)
+            self.first[node] = seen.setdefault(f"{call.name} {args} {version}", node)
 
     def now(self, node: Node) -> Node:
         """The node that gives a value in the graph as it is now: of equal views the first, or the result that took its place."""

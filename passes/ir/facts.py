@@ -25,7 +25,8 @@ class Routing:
     ``columns``: ``node`` holds no ids but a 0/1 mask [tokens..., (K,) ``columns``] with at most one 1 for a slot; a slot without any has no
     expert, and -1 for an id. ``shared``: the sizes of the last of the ``tokens`` dimensions that ``node`` does not have: all of
     their tokens share one row of ids (an expert for a whole sequence or image).
-    ``kept``: a table [tokens, E]; a slot whose entry of it is zero (``above``: zero, less, or no number) has no expert.
+    ``kept``: a table [tokens, E], or (``by_slot``) values [tokens, K]; a slot whose entry of it is zero (``above``: not above this
+    number, which is not negative) has no expert.
     ``valid``: booleans [tokens] or [tokens, K]; where it is False, the slots of the token (or that slot) have no expert.
     """
 
@@ -38,7 +39,8 @@ class Routing:
     columns: int | None = None
     shared: tuple[Size, ...] = ()
     kept: Node | None = None
-    above: bool = False
+    above: float | None = None
+    by_slot: bool = False
     valid: Node | None = None
 
     @property

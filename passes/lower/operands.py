@@ -77,10 +77,13 @@ class Operands:
         return self.emit(torch.where, self.emit(torch.any, mask, -1), self.emit(torch.argmax, mask, -1), -1)
 
     def weighted(self, routing: Routing) -> Node:
-        """[T, K]: the ids, and -1 where the table's entry leaves the slot without expert."""
+        """[T, K]: the ids, and -1 where an entry of the table leaves the slot without expert."""
         ids = self.emit(torch.Tensor.to, self.rows_of_ids(routing), torch.int64)
-        entry = self.emit(torch.gather, routing.kept, 1, self.within(ids))
-        return self.emit(torch.where, self.emit(torch.gt if routing.above else torch.ne, entry, 0), ids, -1)
+        assert routing.kept is not None
+        by_slot = routing.by_slot
+        entry = self.matrix(routing.kept, routing.top_k) if by_slot else self.emit(torch.gather, routing.kept, 1, self.within(ids))
+        left = self.emit(torch.ne, entry, 0) if routing.above is None else self.emit(torch.gt, entry, routing.above)
+        return self.emit(torch.where, left, ids, -1)
 
     def allowed(self, routing: Routing) -> Node:
         """[T, K]: the ids, and -1 where the token or the slot is not valid."""

@@ -44,7 +44,15 @@ def signature(
     return (
         tier,
         region.domain,
-        (routing.top_k, routing.columns, routing.above, routing.has_slots, tuple(map(str, routing.shared)), form.number(routing.node)),
+        (
+            routing.top_k,
+            routing.columns,
+            routing.above,
+            routing.by_slot,
+            routing.has_slots,
+            tuple(map(str, routing.shared)),
+            form.number(routing.node),
+        ),
         tuple(None if node is None else form.number(node) for node in (routing.kept, routing.valid)),
         region.per_slot,
         region.replaced,

@@ -43,7 +43,7 @@ class Run:
 
     def run(self, node: Node) -> None:
         """Run one node, unless its value was given."""
-        if node in self.leaves or self.guards.jump(node, self.value):
+        if node in self.leaves or self.inputs.ctx.now(node) in self.leaves or self.guards.jump(node, self.value):
             return
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.value)
         call = call_of(node)

@@ -172,7 +172,9 @@ class Inputs:
                 out[e.source] = self.random(fake(e.source))
         if region.base is not None:
             out[region.base] = self.random(fake(region.base))
-        if routing.kept is not None and routing.kept not in out:
+        if routing.kept is not None and routing.by_slot:
+            out[routing.kept] = self.some_of(self.random(fake(routing.kept)).abs().clamp(0.1, 2.0))
+        elif routing.kept is not None and routing.kept not in out:
             out[routing.kept] = self.table(ids, experts, routing.kept)
         if routing.valid is not None:
             like = fake(routing.valid)
@@ -188,11 +190,15 @@ class Inputs:
         """
         table = torch.zeros(len(ids), experts).scatter(1, ids, torch.rand(ids.shape, generator=self.generator) + 0.1)
         if node is self.region.routing.kept:
-            some = torch.rand(table.shape, generator=self.generator) < 0.75
-            table = torch.where(some, table, -table if self.region.routing.above else 0.0)
+            table = self.some_of(table)
         like = fake(node)
         table = table.t() if turned else table
         return table.reshape([int(hint(s)) for s in like.shape]).to(device=like.device, dtype=like.dtype)
+
+    def some_of(self, weights: torch.Tensor) -> torch.Tensor:
+        """Weights of which every fourth or so takes its expert away."""
+        some = torch.rand(weights.shape, generator=self.generator).to(weights.device) < 0.75
+        return torch.where(some, weights, torch.zeros_like(weights) if self.region.routing.above is None else -weights)
 
 
 def _plain(value: Any) -> Any:

@@ -210,8 +210,11 @@ def _ids(region: Region, leaves: dict[Node, Any], sample: torch.Tensor, shared: 
         ids = ids.masked_fill(~valid.reshape(-1, top_k if by_slot else 1)[row], -1)
     if region.routing.kept is None:
         return ids
-    entry = leaves[region.routing.kept][sample // (region.routing.top_k if region.per_slot else shared)].gather(1, ids)
-    return torch.where(entry > 0 if region.routing.above else entry != 0, ids, -1)
+    if region.routing.by_slot:
+        entry = leaves[region.routing.kept].reshape(-1, top_k)[sample // shared]
+    else:
+        entry = leaves[region.routing.kept][sample // (region.routing.top_k if region.per_slot else shared)].gather(1, ids)
+    return torch.where(entry != 0 if region.routing.above is None else entry > region.routing.above, ids, -1)
 
 
 def reference(

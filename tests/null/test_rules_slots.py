@@ -137,7 +137,7 @@ def test_counts_of_gates_above_zero(weights: Function, expected: bool) -> None:
 
     counts = fact_of(function)
     assert isinstance(counts, Counts)
-    assert counts.routing.above is not expected
+    assert (counts.routing.above is None) is expected
 
 
 def test_weights_of_the_list() -> None:
@@ -152,7 +152,9 @@ NOT_A_LIST: list[Function] = [
     lambda _gates, found: found[0][:, 0],  # sorted tokens, beside which no expert stands any more
     lambda _gates, found: found[1][:, 0],
     lambda gates, found: torch.nonzero(gates)[found[1][:, 0], 0],
-    lambda gates, _found: gates > 0.5,
+    lambda gates, _found: gates > -0.5,  # what no expert was chosen for, too
+    lambda gates, _found: gates >= 0,
+    lambda gates, _found: gates > float("nan"),
     lambda gates, _found: gates < 0,
     lambda gates, _found: gates == 0,
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch.fx import Node
@@ -33,8 +34,8 @@ def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Any:
         return compared_spans(ctx, ctx.calls[node].name, a, b)  # type: ignore[union-attr]
     if isinstance(fact, Counts | Hit | Span):
         return compared(fact, ctx.calls[node].name, b)  # type: ignore[union-attr]
-    if isinstance(fact, Table) and not fact.ones:
-        return sparse_entries.compared(ctx, node, fact, above=False) if negated and b == 0 else None
+    if isinstance(fact, Mask | Table) and _weighted(fact):
+        return sparse_entries.compared(ctx, node, fact, above=None) if negated and b == 0 else None
     if isinstance(fact, Mask | Table) and b in (0, 1, False, True):
         return on_not(ctx, node, a) if (b in (0, False)) != negated else ctx.fact(a)
     if isinstance(fact, Range) and isinstance(b, Node):
@@ -77,11 +78,17 @@ def on_bound(ctx: Context, node: Node, x: Any, bound: Any) -> Any:
     fact, name = ctx.fact(x), ctx.calls[node].name  # type: ignore[union-attr]
     if isinstance(fact, Sorted):
         return beyond(fact, name, bound)
-    if isinstance(fact, Mask | Table) and (fact.weight is None if isinstance(fact, Mask) else fact.ones):
+    if isinstance(fact, Mask | Table) and not _weighted(fact):
         tells = isinstance(bound, int | float) and {"gt": 0 <= bound < 1, "ge": 0 < bound <= 1}.get(name, False)
         return fact if tells and not fact.negated else None  # ``one_hot(ids, E) > 0``
-    if isinstance(fact, Table):
-        return sparse_entries.compared(ctx, node, fact, above=True) if name == "gt" and bound == 0 else None
+    if isinstance(fact, Mask | Table):
+        number = isinstance(bound, int | float) and 0 <= bound < math.inf
+        return sparse_entries.compared(ctx, node, fact, above=float(bound)) if name == "gt" and number else None
     if isinstance(fact, Span) and isinstance(bound, Node):
         return compared_spans(ctx, name, x, bound)
     return compared(fact, name, bound)
+
+
+def _weighted(fact: Mask | Table) -> bool:
+    """Whether routing weights stand where others have ones."""
+    return fact.weight is not None if isinstance(fact, Mask) else not fact.ones

@@ -57,3 +57,12 @@ def out_length(node: Node) -> Any:
     value = fake(node)
     first = value[0] if isinstance(value, tuple | list) and value else value
     return shape_of(first)[0] if isinstance(first, torch.Tensor) and first.dim() else 0
+
+
+def is_slot_weight(view: View, routing: Routing) -> bool:
+    """Whether a plain tensor has one number for each slot, in the order of the slots."""
+    dims = [a.index for axis in view.axes for a in axis if a.kind == "d"]
+    total: Any = 1
+    for axis in view.axes:
+        total = total * extent(axis)
+    return dims == sorted(dims) and same(total, routing.num_tokens * routing.top_k)

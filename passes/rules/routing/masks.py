@@ -240,8 +240,8 @@ def on_nonzero(ctx: Context, node: Node, x: Node, as_tuple: bool = False) -> Any
         return by_expert.listed(ctx, node, fact, as_tuple=as_tuple)
     if isinstance(fact, Table) and fact.expert is None:
         return None if as_tuple else sparse_entries.listed(ctx, node, fact)
-    if isinstance(fact, Table) and not fact.ones:
-        fact = sparse_entries.compared(ctx, node, fact, above=False)
+    if fact.weight is not None if isinstance(fact, Mask) else isinstance(fact, Table) and not fact.ones:
+        fact = sparse_entries.compared(ctx, node, fact, above=None)
     found = selection(fact, fact.axes) if isinstance(fact, Mask | Table) else None
     if found is None:
         return None

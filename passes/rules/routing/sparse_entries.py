@@ -16,41 +16,60 @@ from moefuse.passes.graph.op_classes import KEEPS_SIGN, NEVER_NEGATIVE
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis
 from moefuse.passes.ir.expr import Gate
-from moefuse.passes.ir.facts import Domain, Entries, Many, Order, Picked, Routing, Rows, Sorted, Table
+from moefuse.passes.ir.facts import Domain, Entries, Many, Mask, Order, Picked, Routing, Rows, Sorted, Table
+from moefuse.passes.rules.routing.ids import is_slot_weight
 
 
 @dataclass
 class _Kept:
-    """Routings of the entries of a table, by table, and by whether the entries are above zero."""
+    """Routings of the entries of a table, by their ids, by table, and by what the entries are above."""
 
-    of: dict[tuple[Node, bool], Routing] = field(default_factory=dict)
+    of: dict[Any, Routing] = field(default_factory=dict)
+
+    def one(self, routing: Routing) -> Routing:
+        """The one object for routings that are equal."""
+        tokens = tuple(map(str, routing.tokens))
+        return self.of.setdefault((routing.node, tokens, routing.kept, routing.above, routing.by_slot), routing)
 
 
-def kept(ctx: Context, table: Table, *, above: bool) -> Routing | None:
-    """The routing of the entries of a table (or of the one that a column is of) that are not zero, or above zero; one object for each."""
-    root, old = table.root, table.routing
-    if table.fill != 0.0 or table.negated or table.slot is not None or root is None or not old.whole:
+def kept(ctx: Context, found: Mask | Table, *, above: float | None) -> Routing | None:
+    """The routing of the entries of a table (or of the one that a column is of) that are not zero, or above a number; one for each."""
+    old = found.routing
+    if found.negated or not old.whole:
         return None
+    weight = found.weight if isinstance(found, Mask) else found.slots
+    by_slot = isinstance(found, Mask) or found.slot is not None or found.root is None
+    if by_slot:
+        node = weight.root if weight is not None and is_slot_weight(weight, old) else None
+    else:
+        node = found.root if isinstance(found, Table) and _whole_table(found) else None
+    if node is None or (isinstance(found, Table) and (found.fill != 0.0 or not old.distinct)):
+        return None
+    return ctx.scratch(_Kept).one(replace(old, kept=node, above=above, by_slot=by_slot))
+
+
+def _whole_table(table: Table) -> bool:
+    """Whether the table that a column is of, or that it is, is [tokens, E]."""
     kinds = [{a.kind for a in axis} for axis in (table.axes if table.expert is None else table.root_axes)]
-    if kinds != [{"t"}, {"e"}] or not old.distinct or len(old.tokens) != 1:
-        return None
-    return ctx.scratch(_Kept).of.setdefault((root, above), replace(old, kept=root, above=above))
+    return kinds == [{"t"}, {"e"}] and len(table.routing.tokens) == 1
 
 
-def compared(ctx: Context, node: Node, table: Table, *, above: bool) -> Table | None:
-    """``gates > 0``, ``gates != 0``, ``gates[:, e] > 0``: who is still chosen."""
-    routing = kept(ctx, table, above=above)
+def compared(ctx: Context, node: Node, found: Mask | Table, *, above: float | None) -> Mask | Table | None:
+    """``gates > 0``, ``gates != 0``, ``gates[:, e] > 1e-6``, ``weights * (ids == e) > 0``: who is still chosen."""
+    routing = kept(ctx, found, above=above)
     if routing is None:
         return None
-    whole = table.expert is None
-    return replace(table, routing=routing, root=node if whole else None, root_axes=table.axes if whole else (), slots=None, ones=True)
+    if isinstance(found, Mask):
+        return replace(found, routing=routing, weight=None)
+    whole = found.expert is None
+    return replace(found, routing=routing, root=node if whole else None, root_axes=found.axes if whole else (), slots=None, ones=True)
 
 
 def counted(ctx: Context, routing: Routing) -> Routing:
     """The routing whose slots ``(gates > 0).sum(0)`` counts: all that are not zero, if none is less."""
-    if routing.kept is None or not routing.above or not never_negative(ctx, routing.kept):
+    if routing.kept is None or routing.above != 0 or not never_negative(ctx, routing.kept):
         return routing
-    return ctx.scratch(_Kept).of.setdefault((routing.kept, False), replace(routing, above=False))
+    return ctx.scratch(_Kept).one(replace(routing, above=None))
 
 
 def never_negative(ctx: Context, value: Any) -> bool:
@@ -70,7 +89,7 @@ def never_negative(ctx: Context, value: Any) -> bool:
 
 def listed(ctx: Context, node: Node, table: Table) -> Entries | None:
     """``nonzero(gates)``: [entries, 2], token and expert."""
-    routing = None if table.ones else kept(ctx, table, above=False)
+    routing = None if table.ones else kept(ctx, table, above=None)
     return None if routing is None else Entries((_rows(node), (Atom("d", 1, 2),)), routing)
 
 

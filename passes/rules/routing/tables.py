@@ -77,7 +77,7 @@ def table_with(ctx: Context, node: Node, name: str, table: Table, other: Any, ta
             return None
         if isinstance(other, Table):
             return _product(node, table, other)
-        if isinstance(other, View) and table.ones and table.expert is not None:
+        if isinstance(other, View) and table.ones and (table.expert is not None or _of_its_slot(table, other)):
             return _column(node, replace(table, axes=axes), other)
         return derived(node, replace(table, axes=axes), 0.0)
     return None
@@ -95,11 +95,17 @@ def _product(node: Node, a: Table, b: Table) -> Table | None:
 
 def _column(node: Node, table: Table, other: View) -> Table | None:
     """One expert's 0/1 column times a value per token: a routing weight when there is one slot per token."""
-    if isinstance(other, Column) and table.slot == other.slot and not same(table.routing.top_k, 1):
-        return replace(table, slots=other.base, ones=False)
+    if isinstance(other, Column) and _of_its_slot(table, other):
+        whole = table.expert is None
+        return replace(table, slots=other.base, ones=False, root=node if whole else None, root_axes=table.axes if whole else ())
     if table.routing.top_k != 1:
         return None
     return replace(table, slots=other, ones=False) if _per_token(other, table.routing) else None
+
+
+def _of_its_slot(table: Table, other: View) -> bool:
+    """Whether a value is the column of the slot that a table speaks of."""
+    return isinstance(other, Column) and table.slot == other.slot and not same(table.routing.top_k, 1)
 
 
 def _per_token(view: View, routing: Routing) -> bool:

@@ -31,6 +31,9 @@ class _Valid:
 @rule("bitwise_and")
 def on_and(ctx: Context, node: Node, a: Any, other: Any) -> Mask | Table | None:
     x, y = ctx.fact(a), ctx.fact(other)
+    if isinstance(x, Mask | Table) and isinstance(y, Mask | Table):
+        call = ctx.calls[node]
+        return _both(x, y) if call is not None and not call.inplace and _boolean(node) else None
     for mask, condition in ((x, y), (y, x)):
         if isinstance(mask, Mask | Table):
             return dropped(ctx, node, mask, condition) or restricted(ctx, node, mask, condition)
@@ -40,11 +43,11 @@ def on_and(ctx: Context, node: Node, a: Any, other: Any) -> Mask | Table | None:
 def restricted(ctx: Context, node: Node, fact: Mask | Table, other: Any) -> Mask | Table | None:
     """The mask of one expert where a plain boolean tensor, one value for a token or a slot, allows it; None for anything else."""
     call, known = ctx.calls[node], tensor(other.root) if isinstance(other, View) else None
-    if call is None or call.inplace or known is None or known.dtype != torch.bool or not _boolean(ctx, node, fact):
+    if call is None or call.inplace or known is None or known.dtype != torch.bool or not _boolean(node):
         return None
     if fact.negated or fact.expert is None or not fact.routing.whole:
         return None
-    if fact.weight is not None if isinstance(fact, Mask) else not fact.ones or fact.slot is not None:
+    if not _ones(fact) or getattr(fact, "slot", None) is not None:
         return None
     rank = len(out_shape(node))
     axes = padded(fact.axes, rank)
@@ -57,7 +60,21 @@ def restricted(ctx: Context, node: Node, fact: Mask | Table, other: Any) -> Mask
     return replace(fact, axes=axes, routing=routing, root=None, root_axes=(), slots=None)
 
 
-def _boolean(ctx: Context, node: Node, fact: Mask | Table) -> bool:
+def _both(x: Mask | Table, y: Mask | Table) -> Mask | Table | None:
+    """Of two masks of one expert, of the same ids and tokens, the one with fewer slots, where the other has all."""
+    for less, more in ((x, y), (y, x)):
+        plain = not less.negated and not more.negated and _ones(less) and _ones(more) and type(less) is type(more)
+        alike = less.axes == more.axes and less.expert == more.expert and less.routing.node is more.routing.node
+        if plain and alike and more.routing.whole and getattr(less, "slot", None) == getattr(more, "slot", None):
+            return less
+    return None
+
+
+def _ones(fact: Mask | Table) -> bool:
+    return fact.weight is None if isinstance(fact, Mask) else fact.ones
+
+
+def _boolean(node: Node) -> bool:
     """Whether the result is a mask, and not numbers."""
     value = tensor(node)
     return value is not None and value.dtype == torch.bool

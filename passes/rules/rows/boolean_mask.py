@@ -9,18 +9,17 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.sizes import Size, product, same, same_shape
-from moefuse.passes.infer.gates import gate
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Axes, atoms, extent, fresh
 from moefuse.passes.ir.expr import SlotWeight
 from moefuse.passes.ir.facts import Buffer, Column, Fact, Fill, Index, Lost, Mask, Range, Rows, Selection, SlotMask, Sum, Table, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import by_expert, slot_masks
-from moefuse.passes.rules.routing.ids import row_axis
+from moefuse.passes.rules.routing.ids import is_slot_weight, row_axis
 from moefuse.passes.rules.routing.masks import selection, tokens_together
-from moefuse.passes.rules.rows.by_rows import by_column, by_slots, features_of, same_ids, slots_together, with_none
+from moefuse.passes.rules.rows.by_rows import by_column, by_slots, features_of, of_expert, slots_together, with_none
 from moefuse.passes.rules.rows.index import basic, cut, pick
-from moefuse.passes.rules.rows.leaves import is_slot_weight, row_domain, slot_gate, take_rows, take_tokens
+from moefuse.passes.rules.rows.leaves import row_domain, slot_gate, take_rows, take_tokens
 
 _ALL = slice(None, None, None)
 
@@ -108,10 +107,7 @@ def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, col
             return slot_gate(node, base, chosen, rows)
         if isinstance(base, View):
             return take_tokens(ctx, node, base, chosen, rows)
-        if isinstance(base, Table) and base.expert == chosen.expert and same_ids(base.routing, chosen.routing):
-            weight = gate(node, base)
-            return None if weight is None else Rows((rows, *base.axes[1:]), row_domain(chosen), weight)
-        return None
+        return of_expert(node, base, chosen, rows) if isinstance(base, Table) else None
     if columns == ("flat",):
         return by_slots(node, base, chosen, [])
     if isinstance(base, View) and is_slot_weight(base, chosen.routing) and columns == ("token", "slot"):

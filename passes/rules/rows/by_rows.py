@@ -14,10 +14,10 @@ from moefuse.passes.ir.axes import Atom, Axes, Axis, extent, fresh
 from moefuse.passes.ir.expr import Gate, SlotWeight
 from moefuse.passes.ir.facts import Buffer, Column, Fill, Index, Mask, Order, Range, Routing, Rows, Selection, Sorted, Sum, Table, View
 from moefuse.passes.rules.routing import slot_masks
-from moefuse.passes.rules.routing.ids import row_axis
+from moefuse.passes.rules.routing.ids import is_slot_weight, row_axis
 from moefuse.passes.rules.routing.masks import one_index
 from moefuse.passes.rules.rows.index import basic
-from moefuse.passes.rules.rows.leaves import is_slot_weight, row_domain, slot_gate, slot_value, take_rows, take_tokens
+from moefuse.passes.rules.rows.leaves import row_domain, slot_gate, slot_value, take_rows, take_tokens
 
 _ALL = slice(None, None, None)
 
@@ -118,12 +118,21 @@ def by_column(node: Node, base: Table, chosen: Selection, rows: Axis, rest: list
         return None
     if not chosen.by_token and not chosen.routing.distinct:
         return None  # a token may have several such rows, and each would have the weights of all of them
+    if base.expert is None and rest and rest[0] in (chosen.expert, slice(chosen.expert, int(chosen.expert) + 1)):
+        axes = base.axes[:1] if not isinstance(rest[0], slice) else (base.axes[0], ())
+        base, rest = replace(base.with_axes(axes), expert=chosen.expert), rest[1:]
+    found = of_expert(node, base, chosen, rows)
+    return None if found is None else with_none(found, rest)
+
+
+def of_expert(node: Node, base: Table, chosen: Selection, rows: Axis) -> Rows | None:
+    """What a column of a table has for the rows of its expert."""
+    if base.expert != chosen.expert or not same_ids(base.routing, chosen.routing):
+        return None
     if chosen.routing.kept is not None and chosen.routing.kept is base.root:
         base = replace(base, slots=None)  # what says who is left is read, not what it was made of
-    if base.expert is None and rest and rest[0] == chosen.expert:
-        base, rest = replace(base.with_axes(base.axes[:1]), expert=chosen.expert), rest[1:]
-    weight = gate(node, base) if base.expert == chosen.expert else None
-    return None if weight is None else with_none(Rows((rows, *base.axes[1:]), row_domain(chosen), weight), rest)
+    weight = gate(node, base)
+    return None if weight is None else Rows((rows, *base.axes[1:]), row_domain(chosen), weight)
 
 
 def with_none(rows: Rows, rest: list[Any]) -> Rows | None:

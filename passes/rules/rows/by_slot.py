@@ -13,7 +13,7 @@ from moefuse.passes.infer.state import out_shape
 from moefuse.passes.ir.axes import extent, fresh
 from moefuse.passes.ir.expr import Expr, Gate, Op, SlotWeight
 from moefuse.passes.ir.facts import Column, Part, Rows, Sum
-from moefuse.passes.rules.rows.leaves import is_slot_weight
+from moefuse.passes.rules.routing.ids import is_slot_weight
 
 
 def by_slot(node: Node, summed: Any, weights: Any) -> Sum | None:

@@ -15,6 +15,7 @@ from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Atom, Axis, align, atoms, extent
 from moefuse.passes.ir.expr import Expr, Gate, SlotWeight, Token
 from moefuse.passes.ir.facts import Column, Domain, Routing, Rows, Selection, View
+from moefuse.passes.rules.routing.ids import is_slot_weight
 
 
 def row_domain(chosen: Selection) -> Domain:
@@ -25,14 +26,6 @@ def slot_gate(node: Node, column: Column, chosen: Selection, rows: Axis) -> Rows
     """The weights of one slot for the rows that chose an expert in that slot."""
     axes = (rows, *(() for _ in column.axes[1:]))
     return Rows(axes, row_domain(chosen), Gate(node, column.base.root, True, False, chosen.expert))
-
-
-def is_slot_weight(view: View, routing: Routing) -> bool:
-    dims = [a.index for axis in view.axes for a in axis if a.kind == "d"]
-    total: Any = 1
-    for axis in view.axes:
-        total = total * extent(axis)
-    return dims == sorted(dims) and same(total, routing.num_tokens * routing.top_k)
 
 
 def take_tokens(ctx: Context, node: Node, base: View, chosen: Selection, rows: Axis) -> Any:

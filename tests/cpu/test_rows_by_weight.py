@@ -1,0 +1,172 @@
+"""Rows of an expert by its routing weight: ``torch.where((ids == e) & (weights > 0))``, ``gates[:, e] > 0``, ``nonzero(one_hot * weight)``.
+
+Who was chosen and has a weight of zero is in no such list: the op is given a slot without expert, so that nothing has to be known of the
+weights. They are cut off at zero here, where some are. Near misses ask something of another tensor, or of unchosen experts, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moefuse.config import Options
+from tests.programs.check import Outcome, check_exact
+
+E, K, H, WIDTH = 4, 2, 12, 16
+Found = tuple[Tensor, Tensor]
+"""Tokens of an expert, and their weights."""
+ByExpert = Callable[[Tensor, Tensor, Tensor, int], Found]
+"""Of the ids [T, K], their weights, these as a table [T, E], and the number of an expert."""
+
+
+def of_slots(hit: Callable[[Tensor, Tensor, int], Tensor]) -> ByExpert:
+    def rows(ids: Tensor, weights: Tensor, gates: Tensor, e: int) -> Found:
+        token, slot = torch.where(hit(ids, weights, e))
+        return token, weights[token, slot]
+
+    return rows
+
+
+def by_table(hit: Callable[[Tensor, int], Tensor]) -> ByExpert:
+    def rows(ids: Tensor, weights: Tensor, gates: Tensor, e: int) -> Found:
+        mask = hit(gates, e)
+        return torch.where(mask)[0], gates[:, e][mask]
+
+    return rows
+
+
+def summed(ids: Tensor, weights: Tensor, gates: Tensor, e: int) -> Found:
+    share = (weights * (ids == e)).sum(-1)
+    token = (share > 0).nonzero(as_tuple=True)[0]
+    return token, share[token]
+
+
+def both(ids: Tensor, weights: Tensor, gates: Tensor, e: int) -> Found:
+    share = torch.where(ids == e, weights, 0.0).sum(-1)
+    mask = (ids == e).any(-1) & (share > 0)
+    return torch.where(mask)[0], share[mask]
+
+
+ROWS: dict[str, ByExpert] = {
+    "and": of_slots(lambda ids, w, e: (ids == e) & (w > 0)),  # computed again for every expert, and one condition
+    "logical_and": of_slots(lambda ids, w, e: torch.logical_and(w != 0, ids == e)),
+    "mul": of_slots(lambda ids, w, e: (ids == e) * (w > 0)),
+    "threshold": of_slots(lambda ids, w, e: (ids == e) & (w >= 0.1)),
+    "product": of_slots(lambda ids, w, e: (w * (ids == e)) > 0),
+    "nonzero product": of_slots(lambda ids, w, e: w * (ids == e)),
+    "where": of_slots(lambda ids, w, e: torch.where(ids == e, w, 0.0) != 0),
+    "column": by_table(lambda gates, e: gates[:, e] > 0),
+    "columns": by_table(lambda gates, e: (gates > 0)[:, e]),
+    "column above": by_table(lambda gates, e: gates[:, e] > 0.05),
+    "summed": summed,
+    "both": both,
+}
+NEAR: dict[str, ByExpert] = {
+    "of unchosen, too": by_table(lambda gates, e: gates[:, e] >= 0),
+    "below": by_table(lambda gates, e: gates[:, e] > -0.5),
+    "of another expert": by_table(lambda gates, e: gates[:, (e + 1) % E] > 0),
+    "other slot's weight": of_slots(lambda ids, w, e: (ids == e) & (w.flip(-1) > 0).flip(0)),
+    "or": of_slots(lambda ids, w, e: (ids == e) | (w > 0.5)),
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, rows: ByExpert) -> None:
+        super().__init__()
+        self.router, self.rows = nn.Linear(H, E), rows
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(H, WIDTH), nn.ReLU(), nn.Linear(WIDTH, H)) for _ in range(E))
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        return F.relu(weights - 0.25), ids
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, x = x.shape, x.reshape(-1, H)
+        weights, ids = self.route(x)
+        out, gates = torch.zeros_like(x), torch.zeros(len(x), E, dtype=x.dtype).scatter(1, ids, weights)
+        for e, expert in enumerate(self.experts):
+            token, weight = self.rows(ids, weights, gates, e)
+            out.index_add_(0, token, weight[:, None] * expert(x[token]))
+        return out.reshape(shape)
+
+
+class OneHot(Layer):
+    """A one-hot of each slot times its weight, and rows where that is not zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, x = x.shape, x.reshape(-1, H)
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for k in range(K):
+            gates = F.one_hot(ids[:, k], E) * self.weight(weights, k)
+            for e, expert in enumerate(self.experts):
+                token = gates[:, e].nonzero(as_tuple=True)[0]
+                out.index_add_(0, token, gates[token, e, None] * expert(x[token]))
+        return out.reshape(shape)
+
+    def weight(self, weights: Tensor, k: int) -> Tensor:
+        return weights[:, k : k + 1]
+
+
+class OtherSlot(OneHot):
+    def weight(self, weights: Tensor, k: int) -> Tensor:
+        return weights[:, K - 1 - k : K - k]
+
+
+class Changed(Layer):
+    """The condition is of weights as they were before they are changed: two of its kind are not one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        weights, out = weights.clone(), torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, _ = torch.where((ids == e) & (weights.detach() > 0.1))
+            out.index_add_(0, token, expert(x[token]))
+            with torch.no_grad():
+                weights.mul_(0.8)
+        return out
+
+
+def check(model: nn.Module, shape: tuple[int, ...] = (11,), verify: str = "off") -> Outcome:
+    """Without verification: what is read wrongly shows in the values."""
+    inputs = (torch.randn(*shape, H, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        return check_exact(model, *((x,) for x in inputs), options=Options(verify=verify))
+
+
+@pytest.fixture(autouse=True)
+def _same_weights() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.every_value
+@pytest.mark.parametrize("verify", ["off", "probe"])
+@pytest.mark.parametrize("shape", [(11,), (2, 6)], ids=["tokens", "sequences"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_by_their_weight(rows: str, shape: tuple[int, ...], verify: str) -> None:
+    """With and without the proof: what it draws has weights of zero, and all that is read of one tensor is of one draw."""
+    outcome = check(Layer(ROWS[rows]), shape, verify)
+    assert [s.message for s in outcome.skipped] == []
+    assert [(f.spec.num_experts, f.spec.top_k, f.spec.activation) for f in outcome.fused] == [(E, K, "relu")]
+
+
+@pytest.mark.parametrize("verify", ["off", "probe"])
+def test_rows_of_a_one_hot_times_its_weight(verify: str) -> None:
+    outcome = check(OneHot(ROWS["and"]), (2, 6), verify)
+    assert [s.message for s in outcome.skipped] == []
+    assert [(f.spec.num_experts, f.spec.top_k) for f in outcome.fused] == [(E, K)]
+
+
+@pytest.mark.parametrize("rows", NEAR)
+def test_rows_by_something_else(rows: str) -> None:
+    """What is fused has eager's values, which ``check`` compares; these have no routing that could say so."""
+    assert check(Layer(NEAR[rows])).fused == []
+
+
+@pytest.mark.parametrize("kind", [OtherSlot, Changed])
+def test_near_misses(kind: type[Layer]) -> None:
+    assert check(kind(ROWS["and"])).fused == []
