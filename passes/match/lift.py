@@ -106,9 +106,10 @@ def _complete(ctx: Context) -> list[Any]:
                     best[part] = fact
         elif isinstance(fact, Combined | PerSlot):
             out[id(fact)] = fact
-    scaled = {p.of for fact in known_facts if isinstance(fact, Sum) for p in fact.parts}
+    further = {p.of for fact in known_facts if isinstance(fact, Sum) for p in fact.parts}
+    further |= {p for parts in ctx.segments.values() for p in parts}  # tables of one slot, beside each other
     for fact in known_facts:
-        if not isinstance(fact, Sum) or scaled.issuperset(fact.parts):
+        if not isinstance(fact, Sum) or further.issuperset(fact.parts):
             continue
         if all(len(best[p].parts) <= len(fact.parts) for p in (fact.parts[0], fact.parts[-1])):
             out[id(fact)] = fact

@@ -11,7 +11,7 @@ from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.facts import Combined, Fact, Many, Sum
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.rows.advanced_index import by_tensor
-from moefuse.passes.rules.rows.index import basic, up_to_last
+from moefuse.passes.rules.rows.index import basic, up_to_last, without_features
 
 
 @rule("getitem")
@@ -26,7 +26,7 @@ def on_getitem(ctx: Context, node: Node, x: Any, index: Any) -> Any:
     items = [_known(ctx, i, among) for i in given]
     tensors = [i for i in items if isinstance(i, Node) and tensor(i) is not None]
     if tensors:
-        return by_tensor(ctx, node, x, up_to_last(items, len(out_shape(x))))
+        return by_tensor(ctx, node, x, without_features(ctx, up_to_last(items, len(out_shape(x))), out_shape(x)))
     if any(isinstance(i, list | Node | bool) for i in items):
         return None
     fact = ctx.fact(x)

@@ -26,6 +26,7 @@ from moefuse.passes.ir.facts import (
     Many,
     Mask,
     Occurring,
+    Range,
     RowNumber,
     Rows,
     Sum,
@@ -74,6 +75,18 @@ def up_to_last(items: Sequence[Any], rank: int) -> list[Any]:
     while len(items) > 1 and items[-1] == _ALL:
         items.pop()
     return items
+
+
+def without_features(ctx: Context, items: Sequence[Any], shape: tuple[Any, ...]) -> list[Any]:
+    """``[tokens[:, None], arange(H)]`` takes every feature of the rows, as ``[tokens]`` does."""
+    *rows, last = items
+    facts, columns = [ctx.fact(i) if isinstance(i, Node) else None for i in rows], ctx.fact(last) if isinstance(last, Node) else None
+    if not rows or len(items) != len(shape) or not isinstance(columns, Range) or not same(columns.size, shape[-1]):
+        return list(items)
+    lead, own = columns.axes[:-1], columns.axes[-1:]
+    whole = not any(lead) and len(lead) < 2 and bool(own) and [a.kind for a in own[0]] == ["d"]
+    listed = all(isinstance(f, Index) and len(f.axes) == 2 and bool(f.axes[0]) and not f.axes[1] for f in facts)
+    return rows if whole and listed else list(items)
 
 
 def _dims_of(item: Any) -> int:

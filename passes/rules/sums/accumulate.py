@@ -13,6 +13,7 @@ from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis, align
 from moefuse.passes.ir.expr import Expr, Gate, Op, Token, walk
 from moefuse.passes.ir.facts import Buffer, Combined, Domain, Fill, Index, Lost, Part, Range, Rows, Selection, Sorted, Sum, View
+from moefuse.passes.rules.sums.slots_together import nothing_else
 
 
 def accumulated(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool = False, replaced: bool = False) -> Any:
@@ -97,17 +98,38 @@ def put(ctx: Context, node: Node, target: Node, chosen: Selection, rows: Any) ->
             added = None if more is None else accumulated(ctx, node, target, replace(rows, expr=more), once=not chosen.by_token)
             return added or _read_back(ctx, node, target)
         before = ctx.fact(target)
+        if chosen.slot is not None and _begins_again(ctx, before, chosen):
+            return Sum(plain_axes(target), target, (Part(rows, node),), once=True, replaced=True)
         # Where a token has several experts, nothing may be lost: the one that writes is the first, and stands for no others.
         first = isinstance(before, Fill) and before.value == 0.0 and len(ctx.members(chosen.expert)) == 1
         if chosen.routing.top_k != 1 and not first and not _apart(ctx, before, chosen):
             return ctx.lost("not-combined", node, choices=counted(chosen.routing.top_k))
-        return accumulated(ctx, node, target, rows, replaced=True)
+        return _alone(ctx, accumulated(ctx, node, target, rows, replaced=True))
     return None
+
+
+def _begins_again(ctx: Context, before: Any, chosen: Selection) -> bool:
+    """Whether nothing that stands in a tensor stays, once one slot's rows are in it: no zeros, or all of another slot's rows."""
+    if isinstance(before, Fill):
+        return before.value != 0.0
+    domains = [p.rows.domain for p in before.parts] if isinstance(before, Sum) and nothing_else(ctx, before) else []
+    return bool(domains) and all(d.routing is chosen.routing and d.slot not in (None, chosen.slot) for d in domains)
+
+
+def _alone(ctx: Context, found: Any) -> Any:
+    """A sum whose rows have replaced all that it began with is the sum of these rows."""
+    slot = isinstance(found, Sum) and found.parts[0].rows.domain.slot is not None
+    return replace(found, base=None, replaced=False) if slot and nothing_else(ctx, found) else found
 
 
 def _apart(ctx: Context, before: Any, chosen: Selection) -> bool:
     """Whether the rows stand where no others do: in one slot a token has one expert."""
-    if chosen.slot is None or not isinstance(before, Sum) or before.base is not None or len(ctx.members(chosen.expert)) != 1:
+    if (
+        chosen.slot is None
+        or not isinstance(before, Sum)
+        or (before.base is not None and not before.replaced)
+        or len(ctx.members(chosen.expert)) != 1
+    ):
         return False
     others = [p.rows.domain for p in before.parts]
     return all(d.routing is chosen.routing and d.slot == chosen.slot and d.expert not in (None, chosen.expert) for d in others)

@@ -14,7 +14,7 @@ from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.masks import one_index, selection, token_selection, tokens_together
 from moefuse.passes.rules.routing.sort import assign_inverse
 from moefuse.passes.rules.rows.boolean_mask import by_rows_of
-from moefuse.passes.rules.rows.index import up_to_last
+from moefuse.passes.rules.rows.index import up_to_last, without_features
 from moefuse.passes.rules.sums import segments
 from moefuse.passes.rules.sums.accumulate import put, unsort
 from moefuse.passes.rules.sums.scatter_by_expert import fill_slots
@@ -24,7 +24,7 @@ _ALL = slice(None, None, None)
 
 @rule("setitem")
 def on_setitem(ctx: Context, node: Node, target: Node, index: Any, value: Any) -> Any:
-    items = up_to_last(index if isinstance(index, tuple) else [index], len(out_shape(target)))
+    items = without_features(ctx, up_to_last(index if isinstance(index, tuple) else [index], len(out_shape(target))), out_shape(target))
     if not items:
         return None
     filled = fill_slots(ctx, node, target, [ctx.fact(i) if isinstance(i, Node) else i for i in items], value)

@@ -46,6 +46,7 @@ from moefuse.passes.rules.routing.masks import one_index, over_slots, token_sele
 from moefuse.passes.rules.routing.offsets import listed as numbers
 from moefuse.passes.rules.routing.offsets import with_zero
 from moefuse.passes.rules.rows.advanced_index import by_range, by_tensor
+from moefuse.passes.rules.rows.index import without_features
 from moefuse.passes.rules.rows.listed import listed
 from moefuse.passes.rules.rows.pointwise import domain_of
 from moefuse.passes.rules.rows.reductions import over_features
@@ -55,6 +56,7 @@ from moefuse.passes.rules.sums.assign import on_setitem
 from moefuse.passes.rules.sums.listed import add
 from moefuse.passes.rules.sums.segments import is_sorted, segment_of
 from moefuse.passes.rules.sums.segments import joined as joined_segments
+from moefuse.passes.rules.sums.slots_together import stacked_slots
 
 
 @rule("sum")
@@ -131,6 +133,7 @@ def on_index_put(ctx: Context, node: Node, target: Node, indices: Any, values: A
         return None
     if not accumulate:
         return on_setitem(ctx, node, target, tuple(indices), values)
+    indices = without_features(ctx, indices, out_shape(target))
     rows, where = ctx.fact(values), ctx.fact(indices[0]) if len(indices) == 1 else _one(ctx, target, indices)
     if not isinstance(rows, Rows | Listed):
         return None
@@ -168,7 +171,7 @@ def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0) -> Any:
         return None
     if joined and all(isinstance(f, Rows) for f in facts) and (beside := _beside(ctx, node, facts, dim)) is not None:
         return beside
-    found = _joined(ctx, node, tensors, facts, dim) if joined else _stacked(node, facts, dim)
+    found = _joined(ctx, node, tensors, facts, dim) if joined else _stacked(ctx, node, facts, dim)
     return found if found is not None else _outputs(ctx, node, tensors, dim, joined)
 
 
@@ -191,9 +194,12 @@ def _joined(ctx: Context, node: Node, tensors: Any, facts: list[Any], dim: int) 
     return with_zero(ctx, tensors) if isinstance(facts[1], Counts) else listed(ctx, node, tensors, facts, dim)
 
 
-def _stacked(node: Node, facts: list[Any], dim: int) -> Any:
+def _stacked(ctx: Context, node: Node, facts: list[Any], dim: int) -> Any:
     if all(isinstance(f, Table) for f in facts):
         return stacked_tables(node, facts, dim)
+    slots = stacked_slots(ctx, node, facts, dim)
+    if slots is not None:
+        return slots
     return Stacked(tuple(facts), normalize(dim, len(out_shape(node)))) if all(isinstance(f, Sum) for f in facts) else None
 
 

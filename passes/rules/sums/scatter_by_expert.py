@@ -14,7 +14,8 @@ from moefuse.passes.ir.anti_unify import generalise
 from moefuse.passes.ir.axes import Atom, Axes, extent
 from moefuse.passes.ir.expr import Cast, weight_leaves
 from moefuse.passes.ir.facts import Domain, Fill, Filled, Index, Lost, Mask, Part, Routing, Rows, Selection
-from moefuse.passes.rules.routing.masks import selection
+from moefuse.passes.rules.routing.masks import selection, token_selection
+from moefuse.passes.rules.sums.slots_together import whole as whole_by_slot
 
 
 @dataclass
@@ -30,6 +31,9 @@ def slots_of(where: list[Any]) -> tuple[Selection, bool] | None:
         found = selection(where[0], where[0].axes)
         flat = found is not None and found[1] == ("flat",)
         return (found[0], flat) if found is not None and (flat or found[1] == ("token", "slot")) else None
+    if len(where) == 2 and isinstance(where[1], int):
+        chosen_in = token_selection(where[0])
+        return (chosen_in, False) if chosen_in is not None and chosen_in.slot == where[1] else None
     if not where or not all(isinstance(i, Index) for i in where):
         return None
     chosen = where[0].selection
@@ -52,7 +56,9 @@ def fill_slots(ctx: Context, node: Node, target: Node, where: list[Any], value: 
     if isinstance(current, Fill) and not (current.value == 0.0 or current.value != current.value):
         return None
     before = current.parts if isinstance(current, Filled) else ()
-    if any(p.rows.domain.routing is not chosen.routing or p.rows.domain.expert == chosen.expert for p in before):
+    domains = [p.rows.domain for p in before]
+    mine = (chosen.routing, chosen.expert, chosen.slot)
+    if any(d.routing is not mine[0] or (d.expert, d.slot) == mine[1:] or (d.slot is None) != (mine[2] is None) for d in domains):
         return ctx.lost("experts-differ", node, expert=str(chosen.expert), detail="it writes where another one wrote")
     part = Part(_stored(node, target, value, rows), node)
     ctx.segments[node] = (part,)
@@ -79,6 +85,11 @@ def _slot_axes(routing: Routing, shape: tuple[Any, ...], flat: bool) -> Axes | N
 
 def _whole(ctx: Context, node: Node, filled: Filled) -> Rows | Lost | None:
     """All slots, once every expert has written its own; None before that."""
+    if filled.parts[0].rows.domain.slot is not None:
+        found = whole_by_slot(ctx, node, filled.parts, filled.axes)
+        if isinstance(found, Rows):
+            ctx.scratch(_Whole).before[id(found)] = found, filled
+        return found if filled.routing.choices is not None or isinstance(found, Rows) else None
     parts = {p.rows.domain.expert: p.rows for p in filled.parts}
     count, choices = len(parts), filled.routing.choices
     stacks = {shape_of(tensor(leaf.source))[0] for leaf in weight_leaves(filled.parts[0].rows.expr) if leaf.stacked}  # type: ignore[arg-type]
