@@ -91,6 +91,10 @@ _UNREAD = "expert rows go through `{op}` with `{argument}`, which no rule reads:
 """``no-rule`` for an operation that has one, with an option that it has not."""
 
 
+_LOOPED = "with {count} experts of one projection each, the loop over them is trained as fast on a CPU as the ops that would replace it"
+"""``not-faster`` where sizes say so."""
+
+
 def message(code: str, details: Mapping[str, object]) -> str:
     """The text of a refusal, with what the rule found in it."""
     return _text(code, details).format(**details)
@@ -99,6 +103,8 @@ def message(code: str, details: Mapping[str, object]) -> str:
 def _text(code: str, details: Mapping[str, object]) -> str:
     if code == "experts-differ" and details.get("expert") in ("?", "0"):
         return _ALL_DIFFER
+    if code == "not-faster" and "count" in details:
+        return _LOOPED
     if code == "missing-experts" and "detail" in details:
         return _NOT_ALL
     if code == "missing-experts" and "times" in details:

@@ -38,7 +38,7 @@ from moefuse.passes.ir.regions import Refused, Region
 from moefuse.passes.lower import dce
 from moefuse.passes.lower.checkpoints import keep_results
 from moefuse.passes.lower.coded import Apart, Packed
-from moefuse.passes.lower.cost_gate import not_faster
+from moefuse.passes.lower.cost_gate import looped, not_faster
 from moefuse.passes.lower.devices import unsupported
 from moefuse.passes.lower.held import UnsupportedError
 from moefuse.passes.lower.lower import Lowered, Lowering
@@ -96,6 +96,9 @@ _OF_SOME = frozenset(("missing-experts", "tokens-differ", "no-rule", "not-combin
 class _Run:
     options: Options
     assumptions: Sequence[Assumption] = ()
+    breaks: bool = False
+    looped: bool = False
+    """Whether the graph is one layer, and that is faster as it is, with the graph breaks that it has."""
     result: GraphResult = field(default_factory=GraphResult)
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
     numbers: dict[Node, int] = field(default_factory=dict)
@@ -103,7 +106,13 @@ class _Run:
     proofs: backward.Proofs = field(default_factory=backward.Proofs)
 
 
-def fuse(gm: GraphModule, example_inputs: Sequence[object] | None, options: Options, assumptions: Sequence[Assumption] = ()) -> GraphResult:
+def fuse(
+    gm: GraphModule,
+    example_inputs: Sequence[object] | None,
+    options: Options,
+    assumptions: Sequence[Assumption] = (),
+    breaks: bool = False,
+) -> GraphResult:
     """Replace every mixture-of-experts region of a Dynamo-level graph, in place.
 
     Args:
@@ -111,9 +120,10 @@ def fuse(gm: GraphModule, example_inputs: Sequence[object] | None, options: Opti
         example_inputs: the real inputs in the order of the placeholders; None if unknown (then weights are synthetic when verifying).
         options: moefuse's options.
         assumptions: what capture assumed while it traced the graph; those that the fused regions do not discharge are in the result.
+        breaks: without moefuse the graph would break where sizes depend on data.
     """
     dummies.erase(gm)
-    run = _Run(options, assumptions)
+    run = _Run(options, assumptions, breaks)
     run.result.undischarged += discharge.out_of_sight(gm, assumptions)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     known = dict(zip(placeholders, example_inputs, strict=False)) if example_inputs is not None else {}
@@ -220,7 +230,10 @@ def _fuse_regions(ctx: Context, known: dict[Node, Any], run: _Run) -> list[Regio
     anchors: dict[int, Node | None] = {}
     covered: set[Node] = set()
     fused: list[Region] = []
-    for found in sorted(lift(ctx), key=lambda f: ctx.position[f.lost.node if isinstance(f, Refused) else f.anchor]):
+    every = sorted(lift(ctx), key=lambda f: ctx.position[f.lost.node if isinstance(f, Refused) else f.anchor])
+    alone = every[0] if len(every) == 1 else None
+    run.looped = run.breaks and run.options.cost_gate and isinstance(alone, Region) and looped(ctx, alone)
+    for found in every:
         if isinstance(found, Refused):
             refused.append((found.lost, found.routing))
             anchors[id(found.lost)] = found.anchor
@@ -402,6 +415,8 @@ def _lowered(
     if elsewhere is not None:
         return Lost("device-unsupported", anchor, dict(zip(("device", "detail"), elsewhere, strict=True)))
     slower = quietly(not_faster, region, emit.nodes, ctx.mode[anchor].grad) if run.options.cost_gate else None
+    if slower is None and run.looped:
+        slower = {"count": region.all_experts}
     if slower is not None:
         return Lost("not-faster", anchor, slower)
     verdict = _verdict(ctx, known, run, region, emit, lowered, held)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.checks import bad_value
+from moefuse.runtime.routing import FEW_SLOTS
 
 
 def check_offset_values(offsets: Tensor, rows: int, op: str, like_name: str = "xs") -> None:
@@ -17,6 +18,8 @@ def check_offset_values(offsets: Tensor, rows: int, op: str, like_name: str = "x
     if offsets.device.type != "cpu":
         return
     ends = offsets.tolist()
+    if ends[0] == 0 and ends[-1] <= rows and sorted(ends) == ends:
+        return
     wrong = next((i for i, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if b < a), None)
     legal = f"ascending from 0 to at most {rows}, the rows of `{like_name}`"
     if ends[0] != 0:
@@ -33,9 +36,17 @@ def check_order_values(order: Tensor, op: str) -> None:
     Raises:
         ValueError: some slot is not there.
     """
-    if order.device.type != "cpu" or not order.shape[0]:
-        return
     slots = order.shape[0]
-    inside = bool((order >= 0).all()) and bool((order < slots).all())
-    if not inside or int(torch.bincount(order, minlength=slots).max()) > 1:
-        bad_value(op, "order", "names a slot twice, or one that is not there", f"each of 0 to {slots - 1} once")
+    if order.device.type != "cpu" or not slots or _each_once(order, slots):
+        return
+    bad_value(op, "order", "names a slot twice, or one that is not there", f"each of 0 to {slots - 1} once")
+
+
+def _each_once(order: Tensor, slots: int) -> bool:
+    """Whether a tensor has every number below ``slots``, which are as many as it has elements."""
+    if slots <= FEW_SLOTS:
+        return sorted(order.tolist()) == list(range(slots))
+    try:
+        return bool(torch.zeros(slots, dtype=torch.bool).scatter_(0, order, True).all())
+    except (RuntimeError, IndexError):  # one that is not there
+        return False

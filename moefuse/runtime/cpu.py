@@ -15,10 +15,8 @@ from moefuse.ops.call import ExpertsCall, Stack
 from moefuse.ops.reference import accumulation_dtype, expert_vector, expert_weight, split_gate
 from moefuse.runtime.dense import activate
 from moefuse.runtime.gemm import mm_into
-from moefuse.runtime.routing import Group, chunked, groups_of, groups_of_ids, sort_slots
+from moefuse.runtime.routing import FEW_SLOTS, Group, chunked, groups_of, groups_of_ids, sort_slots
 
-FEW_SLOTS = 64
-"""Up to this many slots are sorted in Python."""
 CHUNK_ROWS = 256
 """Rows of a chunk (more when one expert has more)."""
 SUM_AT_ONCE = 1 << 16

@@ -11,13 +11,18 @@ from moefuse.ops.call import Stack
 from moefuse.ops.reference import accumulation_dtype, expert_vector
 from moefuse.runtime.cpu import Lists, back_project, project, sum_slots
 from moefuse.runtime.expert_grads import empty_grads, vector_grads, weight_grads
-from moefuse.runtime.routing import groups_of, positions, sort_slots
+from moefuse.runtime.routing import FEW_SLOTS, groups_of, positions, sort_few, sort_slots
 
 
 def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """``moefuse::permute``."""
+    top_k = max(ids.shape[1], 1)
+    if x.device.type == "cpu" and ids.numel() + num_experts <= FEW_SLOTS:
+        few, ends = sort_few(ids, num_experts)
+        rows = torch.tensor([slot // top_k for slot in few], dtype=torch.int64)
+        return x.index_select(0, rows), torch.tensor(few, dtype=torch.int64), torch.tensor(ends)
     order, offsets = sort_slots(ids, num_experts)
-    return x.index_select(0, order // max(ids.shape[1], 1)), order, offsets
+    return x.index_select(0, order // top_k), order, offsets
 
 
 def grouped_linear(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Tensor:
@@ -101,14 +106,16 @@ def combine_backward(
 ) -> list[Tensor]:
     """Gradients of ys and weights that ``needs`` asks for."""
     wide = accumulation_dtype(ys.dtype)
-    dead = (torch.arange(order.shape[0], device=ys.device) >= offsets[-1])[:, None]
+    every = offsets.device.type == "cpu" and int(offsets[-1]) == order.shape[0]
+    dead = None if every else (torch.arange(order.shape[0], device=ys.device) >= offsets[-1])[:, None]
     d_out = grad.index_select(0, order // top_k).to(wide)
     out: list[Tensor] = []
     if needs[0]:
         scaled = d_out if weights is None else d_out * weights.reshape(-1)[order, None].to(wide)
-        out.append(scaled.masked_fill(dead, 0).to(ys.dtype))
+        out.append((scaled if dead is None else scaled.masked_fill(dead, 0)).to(ys.dtype))
     if needs[1] and weights is not None:
-        product = (d_out * ys.to(wide)).sum(-1).masked_fill(dead[:, 0], 0)
+        product = (d_out * ys.to(wide)).sum(-1)
+        product = product if dead is None else product.masked_fill(dead[:, 0], 0)
         by_slot = torch.empty_like(product)
         by_slot[order] = product
         out.append(by_slot.view(weights.shape).to(weights.dtype))

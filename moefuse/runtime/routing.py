@@ -6,10 +6,13 @@ offsets [E + 1] int64: rows [offsets[e], offsets[e + 1]) of the sorted order bel
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+
+FEW_SLOTS = 64
+"""Up to this many slots are sorted in Python on a CPU: each operation of torch costs as much as some dozen of them."""
 
 Group = tuple[int, int, int]
 """(expert, first row, end row) of one expert that has rows."""
@@ -21,6 +24,15 @@ def sort_slots(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     key = torch.where(key < 0, num_experts, key).clamp_(max=num_experts)
     key, order = torch.sort(key, stable=True)
     return order, torch.searchsorted(key, torch.arange(num_experts + 1, device=ids.device))
+
+
+def sort_few(ids: Tensor, num_experts: int) -> tuple[list[int], list[int]]:
+    """(order, offsets) as :func:`sort_slots` has them, in Python."""
+    by_expert: list[list[int]] = [[] for _ in range(num_experts + 1)]
+    for slot, e in enumerate(ids.reshape(-1).tolist()):
+        by_expert[e if 0 <= e < num_experts else num_experts].append(slot)
+    offsets = [0, *accumulate(map(len, by_expert[:-1]))]
+    return [slot for slots in by_expert for slot in slots], offsets
 
 
 def groups_of(offsets: list[int]) -> list[Group]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,14 +45,14 @@ class Packed(Lowering):
         """The lowering in which every slot is a token."""
         return PackedBySlot(region, self.emit, self.coded, top_k)
 
-    def multiplied(self, rows: Node, offsets: Node, leaf: Leaf) -> Node:
+    def multiplied(self, rows: Node, offsets: Node, leaf: Leaf, bias: Sequence[Node] = ()) -> Node:
         """Sorted rows times each expert's weights, as these are held."""
         found = self.read(leaf)
         if found is None:
-            return super().multiplied(rows, offsets, leaf)
+            return super().multiplied(rows, offsets, leaf, bias)
         codes = [node for i in range(1, len(found[0].parts)) for node in self.shown(found, i)]
         op = torch.ops.moefuse.grouped_linear_coded.default
-        return self.emit(op, rows, offsets, self.shown(found, 0), codes, [], str(found[0].encoding))
+        return self.emit(op, rows, offsets, self.shown(found, 0), codes, list(bias), str(found[0].encoding))
 
     def stack(self, leaf: Leaf) -> list[Node]:
         """The storage of a projection, or its weights if they are not encoded."""

@@ -1,8 +1,10 @@
 """The cost gate: a region whose program was measured to be at least as fast as its replacement is left alone.
 
-Only measurements decide, of this program on this device for about this many tokens (one bucket of T*K/E). They are the user's own, made by
-``moefuse.warmup``, or of shipped ones. Without one the region passes. Where the number of tokens is symbolic, the one that the
+On CUDA only measurements decide, of this program on this device for about this many tokens (one bucket of T*K/E). They are the user's own,
+made by ``moefuse.warmup``, or of shipped ones. Without one the region passes. Where the number of tokens is symbolic, the one that the
 graph was traced with decides for all.
+
+On a CPU a rule decides, of sizes that are known: where each expert is one product, a call of an op costs as much as some of them.
 """
 
 from __future__ import annotations
@@ -16,10 +18,21 @@ from torch.fx import Node
 from moefuse.kernels.triton.config import table_times
 from moefuse.kernels.triton.problem import Problem, problem_of
 from moefuse.passes.graph.calls import fake, raw_name
+from moefuse.passes.graph.op_classes import FILLS, METADATA, MODES, RESHAPES
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.expr import Linear, walk
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower.program import name_of
 from moefuse.tuning import store
 from moefuse.tuning.entries import Pair, key_of
+
+LOOPED = 8
+"""Fewer experts of one product each, in a layer that is compiled alone, are trained faster in their loop than by the ops
+(``benchmarks/small_loops_cpu.py --train``): in 0.8 of the time with two, 0.9 with four, the same with eight. In inference the ops are as
+fast from two on."""
+ROUTER = 6
+"""A graph with no more operations besides is a router's and its experts'. What more there is, is compiled in pieces where the loop breaks
+the graph: with a norm, a projection and two sums around it, a layer with two such experts is trained 1.2 times as fast by the ops."""
 
 
 def device_name(device: torch.device) -> str | None:
@@ -67,6 +80,21 @@ def not_faster(region: Region, new_nodes: Sequence[Node], grad: bool) -> dict[st
         "device": device,
         "source": source,
     }
+
+
+def looped(ctx: Context, region: Region) -> bool:
+    """Whether a loop over each expert's own rows, which breaks graphs, is faster than the ops on a CPU."""
+    products = [e for e in walk(region.expr) if isinstance(e, Linear)]
+    few = len(products) == 1 and region.domain == "selected" and region.rest is None and region.all_experts < LOOPED
+    trained = ctx.mode[region.anchor].grad and region.trained
+    return few and trained and fake(region.value).device.type == "cpu" and _beside(ctx, region) <= ROUTER
+
+
+def _beside(ctx: Context, region: Region) -> int:
+    """How much the graph computes besides."""
+    moved = RESHAPES | METADATA | FILLS | MODES | {"getitem"}
+    computed = [n for n, call in ctx.calls.items() if call is not None and call.name not in moved and n not in region.nodes]
+    return sum(isinstance(fake(n), torch.Tensor | tuple | list) for n in computed)
 
 
 def measurement(device: str, problem: Problem, program: str, grouped: bool) -> tuple[Pair, str] | None:

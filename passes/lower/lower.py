@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.builder import Emitter
-from moefuse.passes.graph.calls import fake, tensor
+from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.ir.evaluate import function_of
 from moefuse.passes.ir.expr import (
@@ -212,11 +212,7 @@ class Lowering(Operands):
                 flat = self.emit(torch.reshape, self.slot_weights(expr), (-1, 1))
                 return self.emit(torch.index_select, flat, 0, order)
             case Linear():
-                child = self.rows(expr.child)
-                value, dtype = tensor(child), computed_in(expr) or dtype_of(expr.weight)
-                if value is not None and value.dtype != dtype:
-                    child = self.emit(torch.Tensor.to, child, dtype)
-                return self.multiplied(child, offsets, expr.weight)
+                return self.multiplied(self._input(expr), offsets, expr.weight)
             case ExpertVector():
                 count = self.emit(torch.ops.aten.sym_size.int, order, 0)
                 return self.emit(torch.ops.moefuse.expert_rows.default, self.vectors(expr.vector), offsets, count)
@@ -227,16 +223,31 @@ class Lowering(Operands):
                 return self.emit(operator.getitem, self.rows(expr.child), index)
             case Cast():
                 return self.emit(torch.Tensor.to, self.rows(expr.child), expr.dtype)
+            case Op(name="add", args=(Linear() as product, ExpertVector() as vector), kwargs=()) if self._has_bias(product, vector):
+                return self.multiplied(self._input(product), offsets, product.weight, self.vectors(vector.vector))
             case Op():
                 options = {k: self.rows(v) for k, v in expr.kwargs}
                 return self.emit(function_of(expr.name, options), *(self.rows(a) for a in expr.args), **options)
         raise TypeError(f"cannot lower {type(expr).__name__}")
 
-    def multiplied(self, rows: Node, offsets: Node, leaf: Leaf) -> Node:
+    def _input(self, product: Linear) -> Node:
+        """What a product is of, in the dtype that it computes in."""
+        child: Node = self.rows(product.child)
+        value, dtype = tensor(child), computed_in(product) or dtype_of(product.weight)
+        return self.emit(torch.Tensor.to, child, dtype) if value is not None and value.dtype != dtype else child
+
+    def _has_bias(self, product: Linear, vector: ExpertVector) -> bool:
+        """Whether a product and what is added to it are one operation in the program, and can be one here."""
+        call, bias = call_of(product.node), [tensor(v) for v in (vector.vector.parts or (vector.vector.source,))]
+        dtype = computed_in(product) or dtype_of(product.weight)
+        plain = product.weight.held is None and product.weight.stacked is vector.vector.stacked
+        return plain and call is not None and call.name == "linear" and all(b is not None and b.dtype == dtype for b in bias)
+
+    def multiplied(self, rows: Node, offsets: Node, leaf: Leaf, bias: Sequence[Node] = ()) -> Node:
         """Sorted rows times each expert's weights."""
         if leaf.held is not None:
             return held.multiplied(self, rows, offsets, leaf, leaf.held)
-        return self.emit(torch.ops.moefuse.grouped_linear.default, rows, offsets, self.stack(leaf), [])
+        return self.emit(torch.ops.moefuse.grouped_linear.default, rows, offsets, self.stack(leaf), list(bias))
 
     def _token_rows(self, token: Token, order: Node) -> Node:
         first = next(e for e in walk(self.region.expr) if isinstance(e, Token))
