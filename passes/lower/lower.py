@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import call_of, fake, tensor
-from moefuse.passes.graph.sizes import shape_of
+from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.ir.evaluate import function_of
 from moefuse.passes.ir.expr import (
     Cast,
@@ -65,6 +65,12 @@ class Lowering(Operands):
         return Lowered(result, lowered.spec, lowered.tier)
 
     def added(self, result: Node, base: Node) -> Node:
+        mine, theirs = shape_of(fake(result)), shape_of(fake(base))
+        if len(mine) == len(theirs) == 2 and same(mine[1], theirs[1]) and not same(mine[0], theirs[0]):
+            # Behind a graph break nobody knows that there are as many rows as tokens: those behind the last token stay as they are.
+            rows, tokens = (self.emit(torch.ops.aten.sym_size.int, node, 0) for node in (base, result))
+            rest = self.emit(torch.Tensor.new_zeros, result, (self.emit(operator.sub, rows, tokens), mine[1]))
+            return self.emit(torch.add, self.emit(torch.cat, [result, rest]), base)
         return self.emit(torch.add, self.reshaped(result, base), base)
 
     def over(self, result: Node, base: Node) -> Node:

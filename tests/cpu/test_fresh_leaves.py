@@ -201,3 +201,17 @@ class Transformed(nn.Module):
 def test_inside_of_a_transform_it_is_torchs() -> None:
     x = torch.randn(3, H)
     torch.testing.assert_close(torch.compile(Transformed(), backend=capturing(Seen()))(x), Transformed()(x))
+
+
+def test_frozen_experts_are_fused_behind_the_break() -> None:
+    """The result has gradients because of the leaf alone, so the graph breaks there; behind it nobody knows how many rows the leaf has."""
+    torch._dynamo.reset()
+    model, seen = Layer().requires_grad_(False), Seen()
+    compiled = torch.compile(model, backend=capturing(seen))
+    for tokens in (6, 9, 11):
+        x = torch.randn(tokens, H)
+        found = compiled(x)
+        torch.testing.assert_close(found, model(x))
+        assert found.requires_grad
+    assert len(seen.report.fused) == 2
+    assert "not-lowered" not in seen.codes
