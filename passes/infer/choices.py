@@ -35,6 +35,21 @@ def one_for_each(ctx: Context, node: Node) -> bool:
     return _projected(ctx, call.args[0])
 
 
+def above(ctx: Context, node: Node) -> int | None:
+    """Of how many probabilities a comparison with a number chooses some, one of them or all at once; None for any other operation.
+
+    How many it chooses, only the run knows.
+    """
+    call = ctx.calls.get(node)
+    shape: tuple[Any, ...] = ()
+    if call is None or call.name not in ("gt", "ge") or len(call.args) != 2 or not isinstance(call.args[1], int | float):
+        return None
+    while call is not None and call.args and call.name in ("gt", "ge", "getitem", "select", "unbind") and isinstance(call.args[0], Node):
+        shape, call = out_shape(call.args[0]), ctx.calls.get(call.args[0])
+    known = call is not None and call.name in ("softmax", "sigmoid") and len(shape) > 1
+    return shape[-1] if known and isinstance(shape[-1], int) and shape[-1] > 1 else None
+
+
 def _projected(ctx: Context, scores: Node) -> bool:
     """Whether scores are a projection's, with a bias, noise or the like on them: whatever is done to each leaves it in its place."""
     stack, seen = [scores], {scores}

@@ -18,6 +18,7 @@ from moefuse.passes.graph.named import operation
 from moefuse.passes.graph.op_classes import INDICES_ALONG, METADATA, PRODUCTS
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.graph.writes import bodies
+from moefuse.passes.infer.choices import above
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Counts, Hit, Index, IndexMatrix, Lost, Mask, Rows, Sorted, Table, Weight
 
@@ -84,6 +85,7 @@ def _flow(ctx: Context, *, of_experts: bool = False) -> _Flow:
         if call is None or call.name in METADATA:
             continue
         size = scores_of(ctx, node)
+        size = above(ctx, node) if size is None and of_experts else size  # a mask alone is no sign of experts
         if size is not None and (not of_experts or _of_weights(ctx, node, size)):
             flow.sizes[node] = size
             flow.chosen[node] = node

@@ -170,3 +170,22 @@ def test_rows_by_something_else(rows: str) -> None:
 @pytest.mark.parametrize("kind", [OtherSlot, Changed])
 def test_near_misses(kind: type[Layer]) -> None:
     assert check(kind(ROWS["and"])).fused == []
+
+
+class Thresholded(Layer):
+    """Any number of experts for a token: there are no slots to be given to an op."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            mask = scores[:, e] > 0.2
+            out[mask] += expert(x[mask]) * scores[mask, e, None]
+        return out
+
+
+def test_any_number_of_experts_is_told() -> None:
+    outcome = check(Thresholded(ROWS["and"]))
+    (skipped,) = outcome.skipped
+    assert (outcome.fused, skipped.code) == ([], "tokens-differ")
+    assert "each may have any number of experts" in skipped.message

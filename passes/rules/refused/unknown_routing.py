@@ -17,6 +17,7 @@ from moefuse._dynamo.values import unbacked
 from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
+from moefuse.passes.infer.choices import above
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Lost, View, Weight
 from moefuse.passes.rules.refused.capacity import Places
@@ -53,7 +54,11 @@ def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
         return None
     reported.add(source)
     first = next(iter(seen))
-    return ctx.lost("tokens-differ", first, detail=f"no rule reads whose tokens {named(first.all_input_nodes[-1])} are")
+    mask = first.all_input_nodes[-1]
+    detail = f"no rule reads whose tokens {named(mask)} are"
+    if above(ctx, mask) is not None:
+        detail = f"{named(mask)} is of tokens whose probability is above a number, so that each may have any number of experts"
+    return ctx.lost("tokens-differ", first, detail=detail)
 
 
 def _chooses(ctx: Context, node: Node, call: Call) -> bool:
