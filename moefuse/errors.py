@@ -17,7 +17,7 @@ CODES: dict[str, str] = {
     "alias": "{name} is changed in place through a view that is read again",
     "overlap": "{name} is written to here, and may be memory of what the experts read: {detail}",
     "experts-differ": "expert {expert} differs from expert 0: {detail}",
-    "missing-experts": "only experts {present} are computed, of {count}",
+    "missing-experts": "only {present} computed, of {count}",
     "ids-not-distinct": "a repeated expert id of a token would count once here: {ids}",
     "ids-out-of-range": "expert ids may belong to no expert, and mean something else here than no contribution: {detail}",
     "not-weighted": "expert outputs reach the sum without the mask or routing weight that selects them",
@@ -67,6 +67,9 @@ _SEVERAL = "the experts are computed {times} times into one sum here, and a fuse
 _OVERWRITTEN = "expert rows are assigned here, not added: of a token's {choices} experts, only the one that is written last stays"
 """``not-combined`` where there is an accumulator, and nothing adds to it."""
 
+_MADE_IN = "the sum is made in {name}, {where}, and a fused op writes to no memory that others may hold"
+"""``mutation`` where a sum is made in a tensor that the graph has not made."""
+
 _INTO = "expert rows are put together with {into} here; what moefuse reads is a sum: what stood at the tokens of these rows, and the rows"
 """``not-combined`` where rows are computed from what stands where they are put."""
 
@@ -109,6 +112,8 @@ def _text(code: str, details: Mapping[str, object]) -> str:
         return _NOT_ALL
     if code == "missing-experts" and "times" in details:
         return _SEVERAL
+    if code == "mutation" and "where" in details:
+        return _MADE_IN
     if code == "not-combined" and "into" in details:
         return _INTO
     if code == "not-combined" and "by" in details:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from moefuse.capture.loops import Loop
 
 OTHER_WAY = (
-    "if no token chose the expert, other code runs (an `else`, break, return or raise). "
-    "A pass for experts without tokens is not needed: fused, all experts have gradients"
+    "on its other way other code runs (an `else`, break, return or raise); "
+    "where that is a pass for experts without tokens, none is needed: fused, all experts have gradients"
 )
 READ_AFTER = "`{name}` is read after it, and has another value if it does not run"
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moefuse.passes.graph.calls import tensor
-from moefuse.passes.ir.expr import ExpertVector, Leaf, Linear, Token, computed_in, walk, weight_leaves
+from moefuse.passes.ir.expr import ExpertVector, Leaf, Linear, computed_in, walk, weight_leaves
 from moefuse.passes.ir.expr_algebra import LowRank, size
 from moefuse.passes.ir.lowrank import adapters
 from moefuse.passes.ir.regions import Region
@@ -65,11 +65,10 @@ def grouped_spec(region: Region) -> ExpertsSpec:
     below = {id(e): {id(inner) for inner in walk(e.child)} for e in linears}
     linears.sort(key=lambda e: sum(id(e) in inside for inside in below.values()))
     leaves = weight_leaves(region.expr)
-    token = next(e for e in walk(region.expr) if isinstance(e, Token))
     return ExpertsSpec(
         num_experts=region.num_experts,
         top_k=region.routing.top_k,
-        hidden=token.width,
+        hidden=features(linears[-1].weight, 1),
         intermediate=features(linears[0].weight, 1) if len(linears) > 1 else 0,
         dtype=str(dtype_of(linears[0].weight)).removeprefix("torch."),
         activation="custom",

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
-from moefuse.passes.graph.named import counted, named
+from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import FILLS
 from moefuse.passes.graph.sizes import product, same, shape_of
 from moefuse.passes.infer.routings import shared_routing
@@ -29,8 +29,10 @@ from moefuse.passes.ir.facts import (
     Sum,
 )
 from moefuse.passes.ir.regions import Refused, Region, Summed, Weightless, sources
+from moefuse.passes.match import missing
 from moefuse.passes.match.activations import vanishes
 from moefuse.passes.match.distinct import may_repeat
+from moefuse.passes.match.families import masks_differ
 from moefuse.passes.match.ids_outside import outside
 from moefuse.passes.match.joined import met
 from moefuse.passes.match.lowrank import observed, read_elsewhere, refused, taken_apart
@@ -164,9 +166,8 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
         return changed
     if all(p.rows.domain.name == "slots" for p in parts):
         return _slot_by_slot(ctx, fact, routing, anchor, holders)
-    experts = [p.rows.domain.expert for p in fact.parts]
-    if any(p.rows.domain.routing not in (None, routing) for p in fact.parts) or any(e is None for e in experts):
-        return ctx.lost("experts-differ", anchor, expert="?", detail="some have their rows from one routing, and some from another")
+    if (differ := _apart_in(ctx, fact, routing, anchor)) is not None:
+        return differ
     rest = _weightless(ctx, fact, anchor)
     if isinstance(rest, Lost):
         return rest
@@ -190,6 +191,15 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
     base = None if _all_replaced(ctx, fact, routing, count) else fact.base
     replaced = fact.replaced and base is not None
     return Region(anchor, tuple(holders), names.pop(), routing, expr, count, base, fact.parts, rest, replaced=replaced)  # type: ignore[arg-type]
+
+
+def _apart_in(ctx: Context, fact: Sum, routing: Routing, anchor: Node) -> Lost | None:
+    """The refusal of a sum whose parts have their tokens in several ways."""
+    if any(p.rows.domain.routing not in (None, routing) for p in fact.parts):
+        return masks_differ(ctx, fact.parts, anchor)
+    if any(p.rows.domain.expert is None for p in fact.parts):
+        return ctx.lost("experts-differ", anchor, expert="?", detail="some are computed one by one, and some all at once")
+    return None
 
 
 def _all_replaced(ctx: Context, fact: Sum, routing: Routing, count: int) -> bool:
@@ -259,7 +269,7 @@ def _over_slots(ctx: Context, parts: list[Part], routing: Routing, anchor: Node,
     """The experts' common expression; where the loop also runs over slots, the same one for every slot."""
     slots = {p.rows.domain.slot for p in parts}
     if slots != {None} and slots != set(range(routing.top_k)):
-        return ctx.lost("missing-experts", anchor, detail=_slots(slots, routing.top_k))
+        return missing.slots(ctx, slots, routing.top_k, anchor)
     found = [_over_experts(ctx, [p for p in parts if p.rows.domain.slot == s], anchor, rest) for s in sorted(slots, key=str)]
     first = found[0]
     if any(e.slot not in (None, p.rows.domain.slot) for p in parts for e in walk(p.rows.expr) if isinstance(e, SlotWeight)):
@@ -279,7 +289,7 @@ def _slot_by_slot(ctx: Context, fact: Sum, routing: Routing, anchor: Node, holde
     parts = sorted(fact.parts, key=lambda p: int(p.rows.domain.slot or 0))
     slots = [p.rows.domain.slot for p in parts]
     if slots != list(range(routing.top_k)):
-        return ctx.lost("missing-experts", anchor, detail=_slots(set(slots), routing.top_k))
+        return missing.slots(ctx, set(slots), routing.top_k, anchor)
     found = generalise([p.rows.expr for p in parts], list(range(routing.top_k)), anchor)
     tables = (
         []
@@ -293,14 +303,6 @@ def _slot_by_slot(ctx: Context, fact: Sum, routing: Routing, anchor: Node, holde
     expr = rebuilt(found, lambda old, run: SlotWeight(old.node, old.source) if isinstance(old, Gate) else None)
     count = _num_experts(ctx, expr, anchor)
     return count if isinstance(count, Lost) else Region(anchor, tuple(holders), "slots", routing, expr, count, None)
-
-
-def _slots(slots: Collection[int | None], count: Any) -> str:
-    """Which of a token's choices a loop over slots has."""
-    numbers = sorted(slot for slot in slots if slot is not None)
-    if len(numbers) < len(slots):
-        return "some of them run for all slots of a token, and some for one slot"
-    return f"only slot{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))} of the {counted(count)} that a token has"
 
 
 def _over_experts(ctx: Context, parts: list[Part], anchor: Node, rest: Weightless | None = None) -> tuple[Expr, int] | Lost:
@@ -320,11 +322,9 @@ def _over_experts(ctx: Context, parts: list[Part], anchor: Node, rest: Weightles
         times = len(numbers) // max(len(set(numbers)), 1)
         if times > 1 and numbers == sorted([*set(numbers)] * times):
             return ctx.lost("missing-experts", anchor, times=times)
-        numbers = sorted(set(numbers))
-        run = numbers == list(range(numbers[0], numbers[-1] + 1))
-        present = f"{numbers[0]}..{numbers[-1]}" if run else ", ".join(map(str, numbers))
-        choices = max((p.rows.domain.routing.choices or 0 for p in parts if p.rows.domain.routing is not None), default=0)
-        return ctx.lost("missing-experts", anchor, present=present, count=str(max(count, numbers[-1] + 1, choices)))
+        return missing.experts(ctx, parts, numbers, anchor, count)
+    if rest is None and missing.others_elsewhere(ctx, parts, count):
+        return missing.experts(ctx, parts, numbers, anchor, count)
     return expr, count
 
 

@@ -13,7 +13,8 @@ from moefuse.passes.graph.named import named, operation
 from moefuse.passes.graph.op_classes import SAME_NUMBER
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Gate, has_linear, walk, weight_leaves
-from moefuse.passes.ir.facts import Buffer, Lost, Many, Routing, RowNumber, Rows, Sum, Table
+from moefuse.passes.ir.facts import Buffer, Lost, Many, Routing, RowNumber, Rows, Sum
+from moefuse.passes.match.families import Families, apart
 from moefuse.passes.match.liveness import unread
 from moefuse.passes.match.unexplained import choices, decided, of_tokens, weights_of
 from moefuse.passes.rules import rule_of
@@ -47,36 +48,45 @@ def refusals(ctx: Context, refused: list[tuple[Lost, Routing | None]], covered: 
         refused: sums that were refused, with their routing.
         covered: nodes of regions that were fused or refused after they were understood.
     """
+    families = Families(ctx)
     out: dict[Any, Lost] = {}
     for lost, routing in refused:
-        key = routing if routing is not None else module_path(lost.node)
+        key = module_path(lost.node) if routing is None else families.of(routing)
         if key not in out or (lost.code == "sum-changed" and out[key].code in _CONSEQUENCES):
             out[key] = lost
+        elif routing is not None and (put := apart(ctx, families, routing, out[key], lost)) is not None:
+            out[key] = put
+    sums = {id(lost) for lost in out.values()}
     ignored = covered | set(unread(ctx))  # no layer is missed there
     for node, fact in ctx.facts.items():
         # An alias that a write made stale is lost before that write; it only matters where it is read behind it.
         if isinstance(fact, Lost) and ctx.position[node] >= ctx.position[fact.node] and node not in ignored:
-            key = _routing(ctx, node) or module_path(node)
+            key = families.around(node) or module_path(node)
             known = out.get(key)
             # What is done to a value outside of the experts is no reason that it is used there.
             same = known is not None and known.node is node and known.code != "value-escapes"
-            if known is None or same or _follows(ctx, known, node) or _is_missing(ctx, known, node):
+            earlier = known is not None and id(known) not in sums and ctx.position[fact.node] < ctx.position[known.node]
+            if known is None or same or earlier or _follows(ctx, known, node) or _is_missing(families, known, node):
                 out[key] = fact
     for node, routing in _ends(ctx, covered):
-        known = out.get(routing)
+        end = None if routing is None else families.of(routing)
+        known = out.get(end)
         if known is None or (known.code == "not-combined" and ctx.position[known.node] < ctx.position[node]):
-            out[routing] = Lost("not-combined", node)
+            out[end] = Lost("not-combined", node)
+    for key, lost in out.items():
+        if isinstance(key, Routing) and lost.code in ("missing-experts", "sum-changed") and (hidden := families.unread(key, lost.node)):
+            out[key] = Lost("tokens-differ", hidden, {"detail": f"no rule reads {named(hidden)}, by which rows of an expert are chosen"})
     told = [lost for key, lost in out.items() if _of_experts(ctx, key, lost)]
     return sorted(told, key=lambda lost: ctx.position[lost.node])
 
 
 def _of_experts(ctx: Context, key: Any, lost: Lost) -> bool:
     """Whether what was lost belongs to experts: rows that a choice decided about, and weights of their own for some of them."""
-    if isinstance(key, Routing) and _of_relations(ctx, key):
-        return False
+    if isinstance(key, Routing) and (key.choices == 1 or _of_relations(ctx, key)):
+        return False  # one that is always chosen is no choice
     if not isinstance(key, Routing):
         # Members of an ensemble are computed like experts, and nothing decides between them.
-        return lost.code not in _BY_ROWS or decided(ctx, lost.node)
+        return lost.code not in _BY_ROWS | {"capacity"} or decided(ctx, lost.node)
     if lost.code in _BY_ROWS and of_tokens(ctx, key.node):
         return False
     rows = [f for f in ctx.facts.values() if isinstance(f, Rows) and f.domain.routing is key and has_linear(f.expr)]
@@ -128,15 +138,9 @@ def _follows(ctx: Context, known: Lost, node: Node) -> bool:
     return known.code in _CONSEQUENCES or (known.code == "sum-changed" and _leads_to(ctx, node, known.node))
 
 
-def _is_missing(ctx: Context, known: Lost, node: Node) -> bool:
-    """Whether rows are lost of an expert that a sum is said to be without."""
-    present = str(known.details.get("present", "")) if known.code == "missing-experts" else ""
-    first, _, last = present.partition("..")
-    there = set(range(int(first), int(last) + 1)) if last else {int(n) for n in present.split(", ") if n.isdigit()}
-    facts = [ctx.facts.get(n) for n in node.all_input_nodes]
-    rows = [fact for fact in facts if isinstance(fact, Rows) and has_linear(fact.expr)]
-    experts = [r.domain.expert for r in rows] + [fact.expert for fact in facts if isinstance(fact, Table) and rows]
-    return bool(there) and any(e is not None and int(e) not in there for e in experts)
+def _is_missing(families: Families, known: Lost, node: Node) -> bool:
+    """Whether rows are lost of an expert, or of a slot, that a sum is said to be without."""
+    return known.code == "missing-experts" and "have" in known.details and families.are_others(node, known.details["have"])
 
 
 def _leads_to(ctx: Context, node: Node, later: Node) -> bool:
@@ -162,22 +166,6 @@ def _ends(ctx: Context, covered: set[Node]) -> list[tuple[Node, Routing | None]]
         ):
             out.append((node, fact.domain.routing))
     return out
-
-
-def _routing(ctx: Context, node: Node) -> Routing | None:
-    """The routing of what an operation reads."""
-    for source in node.all_input_nodes:
-        fact = ctx.facts.get(source)
-        for item in fact.items if isinstance(fact, Many) else (fact,):
-            found = getattr(item, "routing", None) or getattr(getattr(item, "domain", None), "routing", None)
-            found = (
-                found
-                or getattr(getattr(item, "selection", None), "routing", None)
-                or getattr(getattr(item, "order", None), "routing", None)
-            )
-            if found is not None:
-                return found  # type: ignore[no-any-return]
-    return None
 
 
 def looks_like_experts(fact: Any) -> bool:

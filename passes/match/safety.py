@@ -47,6 +47,7 @@ from moefuse.passes.match.encodings import encoded
 from moefuse.passes.match.liveness import unread
 from moefuse.passes.match.transformed import transformed
 from moefuse.spec import Domain
+from moefuse.stops import resumed_at
 
 #: where the ops are at least as fast as what they replace; elsewhere the program stays as it is
 _DEVICES = frozenset(("cpu", "cuda"))
@@ -58,7 +59,7 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
     """The region with what it spans of the program, if nothing in the program around it forbids the rewrite. Changes nothing."""
     bounds = ctx.sentinels.get(region.routing, set())
     if bounds - {region.num_experts}:
-        return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
+        return ctx.lost("missing-experts", region.anchor, present=f"experts below {min(bounds)} are", count=str(region.num_experts))
     whole = _spanned(ctx, replace(region, expr=uncast(ctx, region.expr)))
     checks = (transformed, _mixed, encoded, _casts, _draws, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
     problems = (check(ctx, whole) for check in checks)
@@ -261,7 +262,7 @@ def _mutations(ctx: Context, region: Region) -> Lost | None:
     if region.base is not None:
         root = ctx.storage[region.base]
         if region.own_writes and (ctx.memory.outlives(root) or (root is not region.base and root not in region.nodes)):
-            return ctx.lost("mutation", region.anchor, name=named(root))
+            return _kept_elsewhere(ctx, region, root)
     read = sources(region.expr)
     for source in region.leaves:
         names = set(ctx.memory.storages(source))
@@ -271,6 +272,15 @@ def _mutations(ctx: Context, region: Region) -> Lost | None:
         if write is not None and (source is not region.base or source in read):
             return ctx.lost("mutation", write, name=named(source))
     return None
+
+
+def _kept_elsewhere(ctx: Context, region: Region, root: Node) -> Lost:
+    """The refusal of a sum that is made in memory from outside the graph."""
+    if any(root in ctx.memory.storages(leaf) for leaf in region.leaves if leaf is not region.base):
+        return ctx.lost("mutation", region.anchor, name=named(root))
+    at = resumed_at(region.anchor.meta.get("stack_trace") or "")
+    where = f"which comes from before the graph break at {at}" if at else "which this graph is given from outside"
+    return ctx.lost("mutation", region.anchor, name=named(root), where=where)
 
 
 def _spoiled(ctx: Context, region: Region) -> Lost | None:

@@ -42,10 +42,12 @@ def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
     lost = _some_tokens(ctx, node, call, fact)
     if lost is not None:
         return lost
-    fewer = isinstance(fact, Mask | Table) and fact.routing.node is node  # who is left after a condition: a routing again
+    queues = ctx.scratch(Places).queues
+    # Who is left after a condition is a routing again; places as one-hot rows are none.
+    places = any(n in queues and isinstance(f := ctx.fact(n), Mask | Table) and f.routing.node in queues for n in node.all_input_nodes)
+    fewer = isinstance(fact, Mask | Table) and fact.routing.node is node and not places
     if fewer or call.name in SIZE_QUERIES:
         return None
-    queues = ctx.scratch(Places).queues
     routing = _queue(ctx, call) or next((queues[n] for n in node.all_input_nodes if n in queues), None)
     if routing is None:
         return None
@@ -105,7 +107,9 @@ def _labels(call: Call) -> tuple[list[Node], list[str], str] | None:
     if call.name == "einsum":
         read = equation(*call.args)
     else:
-        read = equation("ij,jk->ik", *call.args) if call.name in ("matmul", "mm") and len(call.args) == 2 else None
+        rank = len(out_shape(call.args[0])) if call.name in ("matmul", "mm") and len(call.args) == 2 else 0
+        more = "abcdefgh"[: max(rank - 2, 0)]
+        read = equation(f"{more}ij,jk->{more}ik", *call.args) if rank >= 2 else None
     return None if read is None or len(read.operands) != 2 else (list(read.operands), list(read.labels), read.out)
 
 

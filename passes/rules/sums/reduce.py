@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import PRODUCTS
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.cone import cone_rows
@@ -229,14 +230,18 @@ def _outputs(ctx: Context, node: Node, tensors: Any, dim: int, joined: bool) -> 
 
 
 def _mixed(ctx: Context, rows: list[Rows]) -> Lost | None:
-    """Experts on rows of their own that one product has mixed out of all tokens (soft mixtures of experts: Puigcerver et al. 2024)."""
+    """Experts on parts of one tensor, as long for each: places that tokens were put into, or what a product has mixed out of all tokens
+    (soft mixtures of experts: Puigcerver et al. 2024)."""
     inputs = [next((e.source for e in walk(r.expr) if isinstance(e, Token)), None) for r in rows]
     made = {ctx.storage[n] for n in inputs if n is not None}
-    call = ctx.calls[next(iter(made))] if len(made) == 1 and len(set(inputs)) == len(rows) else None
-    if call is None or call.name not in PRODUCTS:
+    if len(made) != 1 or len(set(inputs)) != len(rows):
         return None
-    detail = f"`{call.name}` mixes all tokens into rows for each expert, and the experts run on those"
-    return ctx.lost("capacity", next(iter(made)), detail=detail)
+    (root,) = made
+    call = ctx.calls[root]
+    mixes = call is not None and call.name in PRODUCTS
+    parts = f"{named(root)} has as many rows for each expert, filled or not, and the experts run on those"
+    detail = f"`{call.name}` mixes all tokens into rows for each expert, and the experts run on those" if mixes and call else parts
+    return ctx.lost("capacity", root if call is not None else next(n for n in inputs if n is not None), detail=detail)
 
 
 def stacked_tables(node: Node, tables: list[Table], dim: int) -> Table | None:

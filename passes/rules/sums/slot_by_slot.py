@@ -12,7 +12,7 @@ from moefuse.passes.graph.sizes import same, same_shape, shape_of
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.axes import atoms
-from moefuse.passes.ir.expr import weight_leaves
+from moefuse.passes.ir.expr import Leaf, weight_leaves
 from moefuse.passes.ir.facts import Column, Domain, Fill, Part, Routing, Rows, Sum
 from moefuse.passes.rules.sums.accumulate import plain_axes
 
@@ -44,10 +44,16 @@ def _parts(ctx: Context, node: Node, fact: Any) -> tuple[Part, ...] | None:
         return None
     whole, slot = found
     # An id of no expert is the ops' to leave out; ``W[ids]`` raises, or counts from the end.
-    sizes = [shape_of(value)[leaf.along] for leaf in weight_leaves(fact.expr) if (value := tensor(leaf.source)) is not None]
+    sizes = [_rows_of(leaf) for leaf in weight_leaves(fact.expr) if tensor(leaf.source) is not None]
     if not sizes or not all(isinstance(size, int) and whole.within(size) for size in sizes):
         return None
     return (Part(replace(fact, domain=Domain("slots", whole, slot=slot)), node),)
+
+
+def _rows_of(leaf: Leaf) -> Any:
+    """Of how many experts a weight is; None for one that is no stack, and no list either."""
+    value = tensor(leaf.source)
+    return len(leaf.parts) or None if not leaf.stacked or value is None else shape_of(value)[leaf.along]
 
 
 def _column(ctx: Context, domain: Domain) -> tuple[Routing, int] | None:
