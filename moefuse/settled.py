@@ -85,7 +85,7 @@ def settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, undisch
         report.skipped = [skipped for skipped in report.skipped if UNCOUNTED not in skipped.message]
         report.skipped += _beside_fused(_beside_experts(gm), report) if report.fused and not report.skipped else []
     if problems and report.fused and not report.skipped:
-        report.skipped += _beside_fused(refusals(problems), report)
+        report.skipped += _beside_fused(refusals(problems) or refusals(problems, of_any=True), report)
     if problems or left is not None:
         if options.strict and not (frame.flags and report.skipped and all(map(may_wait, report.skipped))):
             # Instead of another attempt, which would break the graph where this says.

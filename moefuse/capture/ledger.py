@@ -66,12 +66,15 @@ def concerns_experts(assumption: Assumption) -> bool:
         return True
 
 
-def refusals(problems: list[Undischarged]) -> list[Skipped]:
-    """What the user reads about assumptions that do not hold, one line for each statement."""
+def refusals(problems: list[Undischarged], *, of_any: bool = False) -> list[Skipped]:
+    """What the user reads about assumptions that do not hold, one line for each statement.
+
+    Those that are about experts; or ``of_any``, where they are in the way of some.
+    """
     out: dict[str, Skipped] = {}
     for problem in problems:
         assumption = problem.assumption
-        if assumption.location not in out and concerns_experts(assumption):
+        if assumption.location not in out and (of_any or concerns_experts(assumption)):
             text = CODES["not-captured"].format(what=assumption.what, detail=problem.detail)
             out[assumption.location] = Skipped("not-captured", text, _module(assumption), assumption.location)
     return list(out.values())

@@ -96,6 +96,41 @@ class Families:
                     return node
         return None
 
+    def elsewhere(self, routing: Routing, lost: Lost) -> Lost | None:
+        """The refusal of a sum that is said to be without experts (or slots) whose rows are computed all the same; None for any other."""
+        ctx, have, family = self.ctx, lost.details.get("have", ()), self.of(routing)
+        slots = {s for _, s in have} - {None}
+        behind = _ahead(ctx, lost.node)[1]
+        call = None if behind is None else ctx.calls[behind]
+        for node, fact in ctx.facts.items() if have else ():
+            own = routing_in(fact) if isinstance(fact, Mask | Table | Rows) else None
+            if own is None or self.of(own) is not family:
+                continue
+            expert, slot = (fact.domain.expert, fact.domain.slot) if isinstance(fact, Rows) else (fact.expert, getattr(fact, "slot", None))
+            if slots and slot not in slots and isinstance(fact, Rows) and has_linear(fact.expr):
+                return ctx.lost("experts-differ", lost.node, expert="?", detail="for another slot of a token they are computed otherwise")
+            other = not slots and expert is not None and (int(expert), slot) not in have
+            if other and behind is not None and call is not None and self._meet(behind, node):
+                return ctx.lost("sum-changed", behind, op=call.name)
+        return None
+
+    def _meet(self, one: Node, other: Node) -> bool:
+        """Whether something is computed from both of two values, with writes to the same memory."""
+        found = [self._from(one), self._from(other)]
+        return any(n for n in found[0] & found[1] if self.ctx.calls.get(n) is not None)
+
+    def _from(self, start: Node) -> set[Node]:
+        seen, stack = {start}, [start]
+        while stack:
+            node = stack.pop()
+            written = list(self.ctx.memory.targets.get(node, ()))
+            aliases = [a for t in written for a in self.ctx.aliases.get(self.ctx.storage[t], ())]
+            for n in (*node.users, *(u for a in aliases for u in a.users if self.ctx.position[u] > self.ctx.position[node])):
+                if n not in seen and n in self.ctx.position:
+                    seen.add(n)
+                    stack.append(n)
+        return seen
+
     def _leading_to(self, anchor: Node) -> set[Node]:
         """Everything that a value is computed from, writes to the same memory included."""
         ctx, last = self.ctx, self.ctx.position[anchor]

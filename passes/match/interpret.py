@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from moefuse.passes.graph.calls import Call, tensor
-from moefuse.passes.graph.named import named
+from moefuse.passes.graph.named import named, placed
 from moefuse.passes.graph.op_classes import METADATA
 from moefuse.passes.infer.state import ComputedDimError, Context, Given, out_shape, shows_the_same
 from moefuse.passes.infer.symbolic_sizes import refine
@@ -87,11 +87,33 @@ def _visit(ctx: Context, node: Node, call: Call) -> Any:
     filled = next((f for f in inputs if isinstance(f, Filled)), None)
     if filled is not None and not call.targets:
         experts = sorted(int(p.rows.domain.expert or 0) for p in filled.parts)
-        return ctx.lost("missing-experts", node, present=f"{experts[0]}..{experts[-1]}", count=str(filled.routing.choices or "more"))
+        return ctx.lost(
+            "missing-experts", node, present=f"experts {experts[0]}..{experts[-1]} are", count=str(filled.routing.choices or "more")
+        )
     before = next((f for f in inputs if isinstance(f, Lost)), None)
     if before is not None and rule is not None:
         return before
-    return foreign(ctx, node) or ctx.lost("no-rule", node, op=call.name)
+    return foreign(ctx, node) or _together(ctx, node, call, inputs) or ctx.lost("no-rule", node, op=call.name)
+
+
+def _together(ctx: Context, node: Node, call: Call, inputs: list[Any]) -> Lost | None:
+    """The refusal where the rows of several experts come together by something else than a sum, or at places that nobody knows."""
+    rows = [f for f in inputs if isinstance(f, Rows) and has_linear(f.expr)]
+    reads = any(isinstance(f, Buffer) for f in inputs)
+    if rows and not call.targets and (reads or any(_reduces(call, f) for f in rows)):
+        return ctx.lost("not-combined", node, by=call.name)
+    if rows and call.name in _PUTS:
+        where = next((n for n in node.all_input_nodes if (v := tensor(n)) is not None and not v.is_floating_point()), None)
+        said = None if where is None else f"rows are added where {placed(where, node)} says, and no rule reads whose tokens those are"
+        return None if said is None else ctx.lost("tokens-differ", node, detail=said)
+    return None
+
+
+def _reduces(call: Call, rows: Rows) -> bool:
+    """Whether an operation goes along the experts."""
+    dims, rank = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None), len(rows.axes)
+    numbers = [d for d in (dims if isinstance(dims, tuple | list) else (dims,)) if isinstance(d, int) and -rank <= d < rank]
+    return any(atom.kind == "e" for d in numbers for atom in rows.axes[d])
 
 
 def _behind_sums(ctx: Context, node: Node, call: Call) -> Any:
@@ -113,6 +135,9 @@ def _plain(ctx: Context, node: Node, fact: Sum | Buffer) -> Any:
     """What a sum, or rows of one, would be if the sum was any tensor; None for no fact."""
     call = ctx.calls[node]
     return _behind_sums(ctx, node, call) if isinstance(fact, Buffer) and fact.rows is None and call is not None else None
+
+
+_PUTS = frozenset("index_add index_put setitem scatter_add scatter_reduce index_reduce".split())
 
 
 def _carries(fact: Any) -> bool:

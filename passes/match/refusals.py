@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from moefuse.errors import message
@@ -13,7 +14,7 @@ from moefuse.passes.graph.named import named, operation
 from moefuse.passes.graph.op_classes import SAME_NUMBER
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Gate, has_linear, walk, weight_leaves
-from moefuse.passes.ir.facts import Buffer, Lost, Many, Routing, RowNumber, Rows, Sum
+from moefuse.passes.ir.facts import Buffer, Lost, Many, Mask, Routing, RowNumber, Rows, Sum, Table
 from moefuse.passes.match.families import Families, apart
 from moefuse.passes.match.liveness import unread
 from moefuse.passes.match.unexplained import choices, decided, of_tokens, weights_of
@@ -74,8 +75,7 @@ def refusals(ctx: Context, refused: list[tuple[Lost, Routing | None]], covered: 
         if known is None or (known.code == "not-combined" and ctx.position[known.node] < ctx.position[node]):
             out[end] = Lost("not-combined", node)
     for key, lost in out.items():
-        if isinstance(key, Routing) and lost.code in ("missing-experts", "sum-changed") and (hidden := families.unread(key, lost.node)):
-            out[key] = Lost("tokens-differ", hidden, {"detail": f"no rule reads {named(hidden)}, by which rows of an expert are chosen"})
+        out[key] = _behind(ctx, families, key, lost)
     told = [lost for key, lost in out.items() if _of_experts(ctx, key, lost)]
     return sorted(told, key=lambda lost: ctx.position[lost.node])
 
@@ -129,6 +129,36 @@ def _one_weight(ctx: Context, ids: Node) -> bool:
             reads += weights
             stack += [] if weights else [user]
     return len(reads) > 1 and len(set(reads)) == 1 and tensor(reads[0]).dim() == 2  # type: ignore[union-attr]
+
+
+def _behind(ctx: Context, families: Families, key: Any, lost: Lost) -> Lost:
+    """What is said of a layer in place of a refusal that comes of something which no rule has refused."""
+    if isinstance(key, Routing) and lost.code in ("missing-experts", "sum-changed"):
+        hidden = families.unread(key, lost.node)
+        if hidden is not None:
+            detail = f"no rule reads {named(hidden)}, by which rows of an expert are chosen"
+            return Lost("tokens-differ", hidden, {"detail": detail})
+        return families.elsewhere(key, lost) or lost
+    if lost.code == "no-rule" and lost.details.keys() == {"op"} and _of_routing(ctx, lost.node):
+        made = f"an operation with {named(lost.node)}, which is made of the routing in a way that no rule reads"
+        return Lost("no-rule", lost.node, {"how": made})
+    return lost
+
+
+def _of_routing(ctx: Context, node: Node) -> bool:
+    """Whether an operation reads masks or weights of a routing, through others that no rule reads, and nothing that an expert computes."""
+    seen, stack = {node}, [node]
+    found = False
+    while stack and len(seen) < _FAR:
+        for n in stack.pop().all_input_nodes:
+            fact = ctx.facts.get(n)
+            if isinstance(fact, Rows) or (ctx.calls.get(n) is None and isinstance(tensor(n), torch.nn.Parameter)):
+                return False
+            found |= isinstance(fact, Mask | Table)
+            if n not in seen and fact is None:
+                seen.add(n)
+                stack.append(n)
+    return found
 
 
 def _follows(ctx: Context, known: Lost, node: Node) -> bool:

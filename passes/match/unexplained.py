@@ -21,6 +21,7 @@ from moefuse.passes.graph.writes import bodies
 from moefuse.passes.infer.choices import above
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Counts, Hit, Index, IndexMatrix, Lost, Mask, Rows, Sorted, Table, Weight
+from moefuse.passes.rules import rule_of
 
 _TAKES = frozenset("getitem index_select gather embedding take_along_dim masked_select index".split())
 _PUTS = frozenset("index_add scatter scatter_add index_put setitem scatter_reduce index_copy masked_scatter".split())
@@ -52,7 +53,9 @@ def unexplained(ctx: Context) -> Lost | None:
     found = _weights_like_scores(ctx, flow)
     if found is None:
         return None
-    return _told(ctx, found[0] if found[0] in ctx.levels else _last_known(ctx, *found), found[1])
+    call = ctx.calls[found[0]]
+    plain = found[0] in ctx.levels or (call is not None and call.name in _MULTIPLIES and rule_of(call.name) is None)
+    return _told(ctx, found[0] if plain else _last_known(ctx, *found), found[1])
 
 
 def _without_ours(ctx: Context, flow: _Flow) -> _Flow:
@@ -86,11 +89,12 @@ def _flow(ctx: Context, *, of_experts: bool = False) -> _Flow:
             continue
         size = scores_of(ctx, node)
         size = above(ctx, node) if size is None and of_experts else size  # a mask alone is no sign of experts
-        if size is not None and (not of_experts or _of_weights(ctx, node, size)):
+        first = next((flow.chosen[n] for n in node.all_input_nodes if n in flow.chosen), None)
+        # What is sorted by a choice, as slots are by their experts, is no second one.
+        if size is not None and ((not of_experts and first is None) or _of_weights(ctx, node, size)):
             flow.sizes[node] = size
             flow.chosen[node] = node
             continue
-        first = next((flow.chosen[n] for n in node.all_input_nodes if n in flow.chosen), None)
         if first is not None:
             flow.chosen[node] = first
     return flow
@@ -155,7 +159,7 @@ def _weights_like_scores(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
         meetings = (_meeting(ctx, flow, node) for node in readers.values()) if count is not None else ()
         met = next((node for node in meetings if node is not None), None)
         if count is not None and met is not None:
-            return met, count
+            return next((n for n in readers.values() if rule_of(ctx.calls[n].name) is None), met), count  # type: ignore[union-attr]
     return None
 
 
