@@ -14,7 +14,7 @@ from moefuse.grouping import grouped_fused, grouped_skipped, module_names
 from moefuse.module_tree import Tree
 from moefuse.spec import Domain, ExpertsSpec, Tier
 from moefuse.steps import Run
-from moefuse.stops import Stop
+from moefuse.stops import Stop, function_at
 
 MAX_BREAKS_SHOWN = 8
 
@@ -188,11 +188,19 @@ class FusionReport:
     def layers(self) -> tuple[int, int]:
         """(layers fused, layers found). A layer is a module, or where there is none a line; it counts once, however often it is called."""
         done = {_layer(f) for f in self.fused}
-        left = {_layer(s) for s in self.skipped if not s.fused_too}
+        left = {_layer(s) for s in self.skipped if not s.fused_too and not self._comes_of_it(s)}
         # What is said of one expert is said of its layer.
         names = [str(one) for one in left if isinstance(one, str)]
         inner = {one for one in names for other in names if other and one.startswith(f"{other}.")}
         return len(done), len(done | (left - inner))
+
+    def _comes_of_it(self, skipped: Skipped) -> bool:
+        """Whether a refusal is what is left of a layer in pieces of a graph that was given up for another refusal in the same function."""
+        if skipped.module or skipped.given_up or skipped.code not in _IN_PIECES:
+            return False
+        causes = (s for s in self.skipped if s.given_up and not s.module and s is not skipped)
+        own = function_at(skipped.location)
+        return own != "" and any(function_at(s.location) == own for s in causes)
 
     @property
     def summary(self) -> str:
@@ -263,6 +271,8 @@ def _repeats(skipped: Skipped, known: list[Skipped], traced: bool) -> bool:
     return any(other.module == skipped.module != "" if traced else _around(other.module, skipped.module) for other in same)
 
 
+_IN_PIECES = frozenset(("tokens-differ", "ids-not-distinct", "mutation"))
+"""What is said of a layer whose ids, rows or sum are made in front of a graph break."""
 _OF_ROWS = frozenset(("no-rule", "tokens-differ", "not-row-local"))
 """What is said of rows that are not understood."""
 

@@ -148,7 +148,10 @@ def experts_by(function: Any, first: Sequence[Any], *data: Any, **options: Any) 
 experts = functools.partial(experts_by, _Experts, ())
 """Autograd entry of ``moefuse::experts``; a partial, which costs the host less than a function would."""
 
-INTERNAL = "is internal and has no gradient; call the public op it belongs to"
+INTERNAL = (
+    "is internal and has no gradient; call the public op it belongs to. (A graph that make_fx has traced where gradients were recorded has "
+    "it in its place: trace with pre_dispatch=True, or run that graph under torch.no_grad().)"
+)
 
 
 def not_differentiable(name: str, why: str = INTERNAL) -> Callable[..., Any]:

@@ -125,7 +125,7 @@ class Families:
             node = stack.pop()
             written = list(self.ctx.memory.targets.get(node, ()))
             aliases = [a for t in written for a in self.ctx.aliases.get(self.ctx.storage[t], ())]
-            for n in (*node.users, *(u for a in aliases for u in a.users if self.ctx.position[u] > self.ctx.position[node])):
+            for n in (*node.users, *(u for a in aliases for u in a.users if self.ctx.position.get(u, -1) > self.ctx.position[node])):
                 if n not in seen and n in self.ctx.position:
                     seen.add(n)
                     stack.append(n)
@@ -206,7 +206,9 @@ def _ahead(ctx: Context, node: Node) -> tuple[Node, Node | None]:
     """(the last operation that adds something to a sum, the one behind it): where it is the only thing that is done with the sum."""
     for _ in range(_FAR):
         aliases = ctx.aliases.get(ctx.storage[node], (node,))
-        after = {n for alias in aliases for n in alias.users if ctx.position[n] > ctx.position[node] and ctx.calls.get(n) is not None}
+        after = {
+            n for alias in aliases for n in alias.users if ctx.position.get(n, -1) > ctx.position[node] and ctx.calls.get(n) is not None
+        }
         call = ctx.calls[first] if (first := min(after, key=ctx.position.__getitem__, default=None)) is not None else None
         if first is None or call is None or call.name not in _ADDS:
             return node, first if call is not None and call.name not in METADATA else None
