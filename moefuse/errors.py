@@ -17,7 +17,7 @@ CODES: dict[str, str] = {
     "alias": "{name} is changed in place through a view that is read again",
     "overlap": "{name} is written to here, and may be memory of what the experts read: {detail}",
     "experts-differ": "expert {expert} differs from expert 0: {detail}",
-    "missing-experts": "only {present} computed, of {count}",
+    "missing-experts": "only experts {present} are computed, of {count}",
     "ids-not-distinct": "a repeated expert id of a token would count once here: {ids}",
     "ids-out-of-range": "expert ids may belong to no expert, and mean something else here than no contribution: {detail}",
     "not-weighted": "expert outputs reach the sum without the mask or routing weight that selects them",
@@ -60,6 +60,9 @@ _ALL_DIFFER = "the experts do not all compute the same: {detail}"
 
 _NOT_ALL = "not all experts are computed for all choices of a token: {detail}"
 """``missing-experts`` where what is missing has no numbers, or is no expert."""
+
+_ONLY_ONE = "only expert {present} is computed, of {count}"
+"""``missing-experts`` where there is one."""
 
 _SEVERAL = "the experts are computed {times} times into one sum here, and a fused op computes each once"
 """``missing-experts`` where there are all, and more."""
@@ -112,6 +115,8 @@ def _text(code: str, details: Mapping[str, object]) -> str:
         return _NOT_ALL
     if code == "missing-experts" and "times" in details:
         return _SEVERAL
+    if code == "missing-experts" and str(details.get("present", "")).isdigit():
+        return _ONLY_ONE
     if code == "mutation" and "where" in details:
         return _MADE_IN
     if code == "not-combined" and "into" in details:

@@ -87,9 +87,8 @@ def _visit(ctx: Context, node: Node, call: Call) -> Any:
     filled = next((f for f in inputs if isinstance(f, Filled)), None)
     if filled is not None and not call.targets:
         experts = sorted(int(p.rows.domain.expert or 0) for p in filled.parts)
-        return ctx.lost(
-            "missing-experts", node, present=f"experts {experts[0]}..{experts[-1]} are", count=str(filled.routing.choices or "more")
-        )
+        present = f"{experts[0]}..{experts[-1]}" if len(experts) > 1 else str(experts[0])
+        return ctx.lost("missing-experts", node, present=present, count=str(filled.routing.choices or "more"))
     before = next((f for f in inputs if isinstance(f, Lost)), None)
     if before is not None and rule is not None:
         return before

@@ -24,8 +24,7 @@ def experts(ctx: Context, parts: Sequence[Part], numbers: Sequence[int], anchor:
         detail = f"several experts run on the tokens that chose expert {twice}, and none on those that chose expert {absent}"
         return ctx.lost("missing-experts", anchor, detail=detail, have=have)
     run = numbers == list(range(numbers[0], numbers[-1] + 1))
-    present = f"experts {numbers[0]}..{numbers[-1]} are" if run else f"experts {', '.join(map(str, numbers))} are"
-    present = present if len(numbers) > 1 else f"expert {numbers[0]} is"
+    present = f"{numbers[0]}..{numbers[-1]}" if run and len(numbers) > 1 else ", ".join(map(str, numbers))
     return ctx.lost("missing-experts", anchor, present=present, count=str(total), have=have)
 
 

@@ -59,7 +59,7 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
     """The region with what it spans of the program, if nothing in the program around it forbids the rewrite. Changes nothing."""
     bounds = ctx.sentinels.get(region.routing, set())
     if bounds - {region.num_experts}:
-        return ctx.lost("missing-experts", region.anchor, present=f"experts below {min(bounds)} are", count=str(region.num_experts))
+        return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
     whole = _spanned(ctx, replace(region, expr=uncast(ctx, region.expr)))
     checks = (transformed, _mixed, encoded, _casts, _draws, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
     problems = (check(ctx, whole) for check in checks)

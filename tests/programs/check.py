@@ -284,11 +284,13 @@ def check_program(p: Program, *, full: bool = False) -> Outcome:
     """A positive program: equal to the reference, and fused as one region of the expected domain and tier."""
     model = build(p)
     outcome = check_model(model, plain=True, full=full)
+    said = words.untrue(outcome, sources())
+    assert not said, said
     if explained(p, full):
         check_explained(model, outcome)
     if known_gap(p):
         return outcome
-    assert len(outcome.fused) == 1, f"expected one fused region\n{outcome}\n{p}"
+    assert (len(outcome.fused), outcome.skipped) == (1, []), f"expected one fused region\n{outcome}\n{p}"
     fused = outcome.fused[0]
     assert fused.domain in p.domains, f"domain {fused.domain}, expected {p.domains}\n{p}"
     assert fused.tier == p.tier or p.inter == 1, f"tier {fused.tier}, expected {p.tier}: {fused.spec}\n{p}"
