@@ -78,6 +78,8 @@ class Skipped:
     """The ``file:line`` at which the report would say that it is fused; empty where the experts were not understood."""
     given_up: bool = field(default=False, repr=False, compare=False)
     """Whether the graph it was in was given up: the frames that Dynamo makes instead may have it fused."""
+    attempt: int = field(default=0, repr=False, compare=False)
+    """Which of all graphs that were given up that was, in their order; 0 for one that was not."""
     fused_too: bool = field(default=False, repr=False, compare=False)
     """Whether the layer is fused in another mode: in inference and not in training, for example."""
 
@@ -196,9 +198,9 @@ class FusionReport:
 
     def _comes_of_it(self, skipped: Skipped) -> bool:
         """Whether a refusal is what is left of a layer in pieces of a graph that was given up for another refusal in the same function."""
-        if skipped.module or skipped.given_up or skipped.code not in _IN_PIECES:
+        if skipped.module or skipped.code not in _IN_PIECES:
             return False
-        causes = (s for s in self.skipped if s.given_up and not s.module and s is not skipped)
+        causes = (s for s in self.skipped if s.given_up and not s.module and (not skipped.given_up or s.attempt < skipped.attempt))
         own = function_at(skipped.location)
         return own != "" and any(function_at(s.location) == own for s in causes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import types
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -27,6 +28,8 @@ from moefuse.report import FusionReport, Skipped
 from moefuse.stops import Stop, code_at
 
 log = logging.getLogger("moefuse.capture")
+
+_ATTEMPTS = itertools.count(1)
 
 
 class Attempt:
@@ -200,9 +203,10 @@ class Attempt:
             self.unroll("; ".join(p.detail for p in problems) or why)
         ledger.off = True
         ledger.met = self.related if self.crossed and not ledger.unrelated else ()
+        attempt = next(_ATTEMPTS)
         for new in skipped or refusals(problems):
             if new not in ledger.refusals:
-                ledger.refusals.append(replace(new, given_up=True))
+                ledger.refusals.append(replace(new, given_up=True, attempt=attempt))
         text = "; ".join(f"{p.assumption.what} at {p.assumption.location}: {p.detail}" for p in problems) or why
         log.debug("tracing this frame again without capture: %s", text)
         raise control.restart(self.log, "moefuse: an assumption about data does not hold")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from moefuse.ops.call import ExpertsCall
 from tests.cpu.ops_case import Case, assert_as_exact, leaves, reference, run, to
@@ -103,3 +104,22 @@ def test_compiled_with_some_weights_frozen() -> None:
     trained = [args[2].requires_grad_(), args[5][0].requires_grad_()]
     compiled = torch.compile(lambda: run(args), fullgraph=True)
     torch.testing.assert_close(torch.autograd.grad(compiled().sum(), trained), torch.autograd.grad(run(args).sum(), trained))
+
+
+def test_a_graph_of_make_fx_says_what_it_cannot() -> None:
+    """Behind autograd it holds parts that have no gradients; in front of it, the op."""
+    case = Case(experts=2, separate=False)
+    args = case.args(requires_grad=True)
+
+    def call(x: Tensor) -> Tensor:
+        return torch.ops.moefuse.experts(x, *args[1:], **case.options)  # type: ignore[no-any-return]
+
+    wanted = call(args[0])
+    graph = make_fx(call)(args[0])
+    with torch.no_grad():
+        torch.testing.assert_close(graph(args[0]), wanted)
+    with pytest.raises(RuntimeError, match="trace with pre_dispatch=True, or run that graph under torch.no_grad"):
+        graph(args[0])
+    whole = make_fx(call, pre_dispatch=True)(args[0])
+    whole(args[0]).sum().backward()
+    assert args[0].grad is not None

@@ -108,3 +108,62 @@ def test_a_value_that_a_hook_gives_away_has_a_line() -> None:
     (found,) = moefuse.explain(layer, torch.randn(T, H)).skipped
     assert found.code == "value-escapes"
     assert ".py:" in found.location
+
+
+class Bounded(Layer):
+    """Segments of sorted slots, one of them cut: a graph that is given up, and its pieces are left as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        order = ids.flatten().argsort(stable=True)
+        tok, ends = order // K, torch.bincount(ids.flatten(), minlength=E).cumsum(0).tolist()
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            start, end = ends[e - 1] if e else 0, ends[e] if e else min(ends[e], 3)
+            rows, slots = tok[start:end], order[start:end]
+            out.index_add_(0, rows, expert(x[rows]) * weights.flatten()[slots, None])
+        return out
+
+
+class Guarded(Layer):
+    """A look for what is no number, in front of the experts or behind them."""
+
+    def __init__(self, behind: bool) -> None:
+        super().__init__()
+        self.behind = behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        if not self.behind and torch.isnan(weights).any():
+            weights = torch.nan_to_num(weights)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            out.index_add_(0, tok, expert(x[tok]) * weights[tok, slot, None])
+        if self.behind and torch.isnan(out).any():
+            out = torch.nan_to_num(out)
+        return out
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_bounds_are_said_and_the_layer_counts_once() -> None:
+    report = moefuse.explain(Bounded().eval(), torch.randn(T, H))
+    assert report.layers == (0, 1), report
+    assert all(s.code == "tokens-differ" for s in report.skipped), report
+    assert "`min(ends[e], 3)`" in str(report) or "`end`" in str(report), report
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("behind", "code", "said"),
+    [
+        (False, "mutation", "the sum is made in `out`, which comes from before the graph break at"),
+        (True, "not-captured", "did not become part of a fused layer"),
+    ],
+)
+def test_a_guard_is_named(behind: bool, code: str, said: str) -> None:
+    report = moefuse.explain(Guarded(behind).eval(), torch.randn(T, H))
+    (found,) = (s for s in report.skipped if s.code == code)
+    assert said in found.message
+    assert "test_said_truly.py:" in found.message + found.location
+    assert report.layers == (0, 1), report
