@@ -118,7 +118,7 @@ def test_a_graph_of_make_fx_says_what_it_cannot() -> None:
     graph = make_fx(call)(args[0])
     with torch.no_grad():
         torch.testing.assert_close(graph(args[0]), wanted)
-    with pytest.raises(RuntimeError, match="trace with pre_dispatch=True, or run that graph under torch.no_grad"):
+    with pytest.raises(RuntimeError, match="trace with pre_dispatch=True, or run that graph under"):
         graph(args[0])
     whole = make_fx(call, pre_dispatch=True)(args[0])
     whole(args[0]).sum().backward()
