@@ -107,9 +107,7 @@ def rewrite_and_keep(
 
         with _torch_private.unobserved(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what the program's operations say of made-up values concerns nobody
-            given: dict[str, Any] = {"assumptions": assumptions} if assumptions else {}
-            given |= {"breaks": True} if frame is not None and frame.flags else {}
-            result = driver.fuse(gm, example_inputs, options, **given)
+            result = driver.fuse(gm, example_inputs, options, assumptions, frame is not None and bool(frame.flags))
     except _torch_private.dynamo_control_flow():
         raise
     except RejectedError as error:

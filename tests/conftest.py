@@ -146,6 +146,7 @@ class StubResult:
     notes: list[str] = field(default_factory=list)
     written: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     crossed: bool = False
+    undischarged: list[Any] = field(default_factory=list)
     replaced: list[Any] = field(default_factory=list)
 
 
@@ -157,7 +158,7 @@ class StubDriver:
     action: Callable[[torch.fx.GraphModule], None] = lambda gm: None
     calls: list[tuple[torch.fx.GraphModule, Sequence[object] | None, Options]] = field(default_factory=list)
 
-    def fuse(self, gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None, options: Options) -> StubResult:
+    def fuse(self, gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None, options: Options, *_: object) -> StubResult:
         self.calls.append((gm, example_inputs, options))
         self.action(gm)
         return self.result

@@ -249,12 +249,20 @@ def _modes(ctx: Context, region: Region) -> Lost | None:
         )
         if not casts or not grads:
             return differ(ctx, node, region.anchor, grads=not grads)
+    begun = region.base if region.own_writes and not mode.grad else None
+    if begun is not None and _requires_grad(begun):  # and still does behind a sum without gradients that is made in it
+        return differ(ctx, begun, region.anchor, grads=True)
     return None
 
 
 def _differentiates(ctx: Context, node: Node) -> bool:
     """Whether an operation would have a gradient if gradients were recorded; zeros for an accumulator have none."""
-    return any(value is not None and value.requires_grad for value in map(tensor, _read_by(ctx, node)))
+    return any(map(_requires_grad, _read_by(ctx, node)))
+
+
+def _requires_grad(node: Node) -> bool:
+    value = tensor(node)
+    return value is not None and value.requires_grad
 
 
 def _mutations(ctx: Context, region: Region) -> Lost | None:

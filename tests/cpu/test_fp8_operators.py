@@ -123,7 +123,7 @@ def test_zeros_for_slots_without_expert(how: str, odd: bool) -> None:
 UNWRITTEN = "ids-out-of-range", "leaves rows of other ids as they are in memory"
 OTHERS = {
     "nothing": UNWRITTEN,
-    "nobody": ("missing-experts", "below 16"),
+    "nobody": ("tokens-differ", "no rule reads"),
     "the last": ("missing-experts", "below 7"),
     "where, the others": ("no-rule", "`where`"),
     **dict.fromkeys(("the others", "ones", "turned", "of weights", "written"), ("no-rule", "`masked_fill`")),

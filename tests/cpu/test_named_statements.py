@@ -100,17 +100,6 @@ class Clamped(Base):
         return out
 
 
-class Counted(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.route(x)
-        out = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            tok, slot = torch.where(ids == e)
-            self.counts[e] += tok.numel()  # here
-            out.index_add_(0, tok, expert(x[tok]) * weights[tok, slot, None])
-        return out
-
-
 class Listed(Base):
     """A number that only Python has leaves no operation behind: the line is that of the tensor that was counted."""
 
@@ -168,7 +157,6 @@ CASES = {
     DetachInAll: ("no-rule", "`detach`: gradients end there"),
     Assigned: ("not-combined", "assigned here, not added: of a token's 2 experts, only the one that is written last stays"),
     Clamped: ("sum-changed", "`clamp`"),
-    Counted: ("not-captured", "`add` reads that number beside the experts"),
     Listed: ("not-captured", "the program keeps that number"),
     Denominator: ("not-captured", "`index_add` reads their rows beside the experts"),
     Filtered: ("not-captured", "it decides what a list has in it; ask in the loop over experts instead"),

@@ -184,6 +184,7 @@ TWISTS: dict[str, dict[str, str]] = {
     "shifted_in_place": {"route": "{}\nids[:, 1] = ids[:, 0]"},
     "random": {"weigh": "{}\ny = F.dropout(y, 0.5)"},
     "grad_off": {"expert": "with torch.no_grad():\n    {}"},
+    "adds_without_gradients": {"before": "{}\nout = x * 1.5", "add": "with torch.no_grad():\n    {}"},
     "detaches": {"weigh": "{}\ny = y.detach()"},
 }
 
