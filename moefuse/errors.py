@@ -73,6 +73,11 @@ _OVERWRITTEN = "expert rows are assigned here, not added: of a token's {choices}
 _MADE_IN = "the sum is made in {name}, {where}, and a fused op writes to no memory that others may hold"
 """``mutation`` where a sum is made in a tensor that the graph has not made."""
 
+_HELD_BEFORE = (
+    "{name} is written to here, and gradients are computed of what it held before; {before} keeps the graph from working on a copy of it"
+)
+"""``mutation`` where one graph would compute gradients of other values than the program."""
+
 _INTO = "expert rows are put together with {into} here; what moefuse reads is a sum: what stood at the tokens of these rows, and the rows"
 """``not-combined`` where rows are computed from what stands where they are put."""
 
@@ -109,28 +114,21 @@ def message(code: str, details: Mapping[str, object]) -> str:
 def _text(code: str, details: Mapping[str, object]) -> str:
     if code == "experts-differ" and details.get("expert") in ("?", "0"):
         return _ALL_DIFFER
-    if code == "not-faster" and "count" in details:
-        return _LOOPED
-    if code == "missing-experts" and "detail" in details:
-        return _NOT_ALL
-    if code == "missing-experts" and "times" in details:
-        return _SEVERAL
     if code == "missing-experts" and str(details.get("present", "")).isdigit():
         return _ONLY_ONE
-    if code == "mutation" and "where" in details:
-        return _MADE_IN
-    if code == "not-combined" and "into" in details:
-        return _INTO
-    if code == "not-combined" and "by" in details:
-        return _BY
-    if code == "not-combined" and "choices" in details:
-        return _OVERWRITTEN
     if code == "no-rule" and details.get("op") == "detach":
         return _CUT_OFF
-    if code == "no-rule":
-        found = (("argument", _UNREAD), ("how", _HOW), ("behind", _BEHIND), ("known", _OTHERWISE))
-        return next((text for key, text in found if key in details), CODES[code])
-    return CODES[code]
+    return next((text for key, text in _BY_DETAIL.get(code, {}).items() if key in details), CODES[code])
+
+
+_BY_DETAIL: dict[str, dict[str, str]] = {
+    "not-faster": {"count": _LOOPED},
+    "missing-experts": {"detail": _NOT_ALL, "times": _SEVERAL},
+    "mutation": {"before": _HELD_BEFORE, "where": _MADE_IN},
+    "not-combined": {"into": _INTO, "by": _BY, "choices": _OVERWRITTEN},
+    "no-rule": {"argument": _UNREAD, "how": _HOW, "behind": _BEHIND, "known": _OTHERWISE},
+}
+"""Texts of refusals by what is known of them: the first that has its detail, else the one in ``CODES``."""
 
 
 def first_line(error: BaseException) -> str:

@@ -34,7 +34,22 @@ def related(frame: Frame, gm: torch.fx.GraphModule, result: Any, report: FusionR
     settle(frame, gm, report, result.undischarged if frame.assumptions else [], options)
     if overlap is not None and frame.joins(environment()):  # nothing was assumed of experts, or fused
         frame.retreat([], report.skipped, why=overlap.message)
-    return None
+    return _old_values(frame, gm, result)
+
+
+def _old_values(frame: Frame, gm: torch.fx.GraphModule, result: Any) -> Skipped | None:
+    """Have gradients see what inputs were before a graph of ours writes to them; why they cannot."""
+    from moefuse.passes.graph.calls import location, module_path
+    from moefuse.passes.graph.named import named
+    from moefuse.passes.lower.old_values import keep
+
+    if not torch.is_grad_enabled() or not (result.fused or frame.joins(environment())):
+        return None
+    node = keep(gm, result.written)
+    if node is None:
+        return None
+    text = message("mutation", {"name": named(node), "before": "what else lies in its memory"})
+    return Skipped("mutation", text, module_path(result.written[node]), location(result.written[node]))
 
 
 def _in_inference(result: Any) -> Skipped | None:

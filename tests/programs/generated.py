@@ -184,9 +184,13 @@ TWISTS: dict[str, dict[str, str]] = {
     "shifted_in_place": {"route": "{}\nids[:, 1] = ids[:, 0]"},
     "random": {"weigh": "{}\ny = F.dropout(y, 0.5)"},
     "grad_off": {"expert": "with torch.no_grad():\n    {}"},
+    "weighs_by_a_step": {"route": "self.step += 1\n{}\nweights = weights / (1 + self.step)"},
+    "weighs_by_a_counter": {"route": "{}\nweights = weights * (1 + self.total.sum())", "after": "self.total[0] += 1\n{}"},
     "adds_without_gradients": {"before": "{}\nout = x * 1.5", "add": "with torch.no_grad():\n    {}"},
     "detaches": {"weigh": "{}\ny = y.detach()"},
 }
+
+COMPUTED_AGAIN = ("weighs_by_a_step", "weighs_by_a_counter")
 
 LOOP_TWISTS: dict[str, dict[str, str]] = {
     "other_mask": {"hit": "hit = torch.arange(E) < 2"},

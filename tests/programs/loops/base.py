@@ -30,6 +30,8 @@ class Layer(nn.Module):
         self.w_in = nn.Parameter(torch.randn(E, 2 * I, H) / 3)
         self.w_out = nn.Parameter(torch.randn(E, H, I) / 3)
         self.experts = nn.ModuleList(Expert() for _ in range(E))
+        self.register_buffer("total", torch.zeros(E))
+        self.register_buffer("step", torch.zeros(()))
         self.calls = 0
         self.seen: list[int] = []
 
