@@ -147,7 +147,7 @@ def tensor_of(ctx: Context, number: Node) -> Node | None:
 
 
 def _fraction(ctx: Context, number: Node) -> Node | None:
-    """As :func:`tensor_of`, of a float (float64, as Python's are): one that is read, or arithmetic of numbers and constants."""
+    """As :func:`tensor_of`, of a float (float64, as Python's are): one that is read, or arithmetic of numbers, sizes and constants."""
     call = ctx.calls[number]
     if call is None or call.kwargs:
         return None
@@ -156,13 +156,14 @@ def _fraction(ctx: Context, number: Node) -> Node | None:
         result = emit(torch.Tensor.to, emit(torch.Tensor.reshape, call.args[0], ()), torch.float64, copy=True)
     else:
         parts = [tensor_of(ctx, a) if isinstance(a, Node) and _number(a) is not None else a for a in call.args]
-        nodes = [p for p in parts if isinstance(p, Node)]
+        sizes = [a for a in call.args if isinstance(fake(a), torch.SymInt) and _number(a) is None]
+        nodes = [p for p in parts if isinstance(p, Node) and p not in sizes]
         plain = all(p not in call.args for p in nodes) and all(isinstance(p, Node) or type(p) in (int, float) for p in parts)
-        over = call.name == "div" and not isinstance(parts[0], Node)  # the reciprocal times the number, to torch
+        over = call.name == "div" and parts[0] not in nodes  # the reciprocal times the number, to torch
         if not nodes or not plain or over or call.name not in _PYTHON:
             return None
         emit = Emitter(ctx.graph, number.next, nodes[0], {})
-        result = emit(_PYTHON[call.name], *(emit(torch.Tensor.to, p, torch.float64) if isinstance(p, Node) else p for p in parts))
+        result = emit(_PYTHON[call.name], *(emit(torch.Tensor.to, p, torch.float64) if p in nodes else p for p in parts))
     ctx.scratch(Made).worth[result] = size_of(fake(number))
     return result
 
