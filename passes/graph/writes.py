@@ -52,7 +52,7 @@ def written(node: Node) -> tuple[Node, ...]:
         return _at(node, _places_of(target))
     if not known_function(target):
         return _given(node)
-    found = (*_nodes(node.kwargs.get("out")), *_by_name(node), *_by_statistics(node))
+    found = (*_nodes(node.kwargs.get("out")), *_by_name(node), *statistics(node))
     return tuple(dict.fromkeys(found)) or _by_running(node)
 
 
@@ -170,7 +170,7 @@ def _statistics(target: Any) -> tuple[str, ...]:
     return ()
 
 
-def _by_statistics(node: Node) -> tuple[Node, ...]:
+def statistics(node: Node) -> tuple[Node, ...]:
     """Running statistics that are updated: of all schemas only those of normalisations keep that to themselves."""
     names = _statistics(node.target)
     given = dict(zip(names, node.args, strict=False)) | node.kwargs

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from moefuse import _torch_private
 from moefuse.passes.graph.values import fake, tensor, tensors_in
-from moefuse.passes.graph.writes import written
+from moefuse.passes.graph.writes import statistics, written
 
 
 def keep(gm: GraphModule, inputs: Collection[Node]) -> Node | None:
@@ -38,7 +38,10 @@ def _reaches_gradients(gm: GraphModule, source: Node) -> bool:
     """Whether something with gradients is computed of what an input holds."""
     memory, nodes = _keys(source), {source}
     for node in gm.graph.nodes:
-        if node.op in ("placeholder", "output") or not any(n in nodes or not memory.isdisjoint(_keys(n)) for n in node.all_input_nodes):
+        if node.op in ("placeholder", "output"):
+            continue
+        read = [n for n in node.all_input_nodes if n not in statistics(node)]  # which a norm only updates where it writes to them
+        if not any(n in nodes or not memory.isdisjoint(_keys(n)) for n in read):
             continue
         if any(t.requires_grad for t in tensors_in(fake(node))):
             return True

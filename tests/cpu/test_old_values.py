@@ -97,6 +97,18 @@ class Counted(Layer):
         self.usage[e] += rows
 
 
+class Normed(Layer):
+    """A norm updates statistics, of which nothing is computed in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(E)
+
+    def before(self, logits: Tensor) -> Tensor:
+        out: Tensor = self.norm(logits)
+        return out
+
+
 class Shared(Scaled):
     """The counter is a part of another buffer, which a copy of it would be none of."""
 
@@ -140,8 +152,9 @@ def test_gradients_are_of_what_was_read(kind: Callable[[], Layer]) -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_what_nothing_reads_is_not_copied() -> None:
-    report, graphs = trained(Counted())
+@pytest.mark.parametrize("kind", [Counted, Normed], ids=lambda k: k.__name__)
+def test_what_nothing_reads_is_not_copied(kind: Callable[[], Layer]) -> None:
+    report, graphs = trained(kind())
     assert (len(report.fused), copies(graphs)) == (1, 1)
 
 
