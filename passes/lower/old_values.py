@@ -7,7 +7,8 @@ Such a graph works on a copy, which no partitioner computes again, and writes th
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
@@ -19,11 +20,10 @@ from moefuse.passes.graph.writes import statistics, written
 
 def keep(gm: GraphModule, inputs: Collection[Node]) -> Node | None:
     """Copy those of some inputs of a graph, which it writes to, that gradients are computed of; one of which that cannot be done."""
-    for node in inputs:
-        value = tensor(node)
-        if value is None or value.requires_grad or not _reaches_gradients(gm, node):
-            continue
-        if not value.is_contiguous() or _is_seen(gm, node):
+    plain = [node for node in inputs if (value := tensor(node)) is not None and not value.requires_grad]
+    wanted = _read_by_gradients(gm, plain) if plain else set()
+    for node in (n for n in plain if n in wanted):
+        if not tensor(node).is_contiguous() or _is_seen(gm, node):  # type: ignore[union-attr]
             return node
         _work_on_a_copy(gm, node)
     return None
@@ -34,20 +34,27 @@ def _keys(node: Node) -> set[int]:
     return {_torch_private.storage_key(t) for t in tensors_in(fake(node))}
 
 
-def _reaches_gradients(gm: GraphModule, source: Node) -> bool:
-    """Whether something with gradients is computed of what an input holds."""
-    memory, nodes = _keys(source), {source}
+def _read_by_gradients(gm: GraphModule, inputs: Sequence[Node]) -> set[Node]:
+    """The inputs of which something with gradients is computed."""
+    found: set[Node] = set()
+    of_node: dict[Node, set[Node]] = {}
+    of_memory: dict[int, set[Node]] = defaultdict(set)
+    for node in inputs:
+        for key in _keys(node):
+            of_memory[key].add(node)
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        read = [n for n in node.all_input_nodes if n not in statistics(node)]  # which a norm only updates where it writes to them
-        if not any(n in nodes or not memory.isdisjoint(_keys(n)) for n in read):
+        read: set[Node] = set()
+        for n in set(node.all_input_nodes).difference(statistics(node)):  # which a norm only updates where it writes to them
+            read |= of_node.get(n, set()).union(*(of_memory[key] for key in _keys(n) if key in of_memory))
+        if not read:
             continue
-        if any(t.requires_grad for t in tensors_in(fake(node))):
-            return True
-        nodes.add(node)
-        memory |= set().union(*map(_keys, written(node)))
-    return False
+        of_node[node] = read
+        found |= read if any(t.requires_grad for t in tensors_in(fake(node))) else set()
+        for key in set().union(*map(_keys, written(node))):
+            of_memory[key] |= read
+    return found
 
 
 def _is_seen(gm: GraphModule, source: Node) -> bool:
