@@ -78,16 +78,20 @@ def resumed_at(trace: str) -> str:
     return "" if found is None else f"{frames[-1][0]}:{found[1]}"
 
 
+def parsed(path: str) -> ast.Module | None:
+    """The source of a file; None where it is none that Python reads."""
+    try:
+        return ast.parse("".join(linecache.getlines(path)))
+    except (SyntaxError, ValueError):
+        return None
+
+
 @functools.lru_cache(256)
 def function_at(place: str) -> str:
     """``file:line`` of the innermost function (or class) that a line is in; empty where nobody has the source."""
     path, _, line = place.rpartition(":")
-    try:
-        tree = ast.parse("".join(linecache.getlines(path)))
-    except SyntaxError:
-        return ""
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    spans = [(n.lineno, n.end_lineno or n.lineno) for n in ast.walk(tree) if isinstance(n, kinds)]
+    tree, kinds = parsed(path), (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    spans = [(n.lineno, n.end_lineno or n.lineno) for n in ast.walk(tree) if isinstance(n, kinds)] if tree is not None else []
     around = [first for first, last in spans if line.isdigit() and first <= int(line) <= last]
     return f"{path}:{max(around)}" if around else ""
 
@@ -110,4 +114,4 @@ def of_the_user(path: str) -> bool:
     return not path.startswith(_BETWEEN)
 
 
-__all__ = ["TORCH", "Stop", "code_at", "function_at", "is_the_programs", "of_the_user", "resumed_at", "users_place"]
+__all__ = ["TORCH", "Stop", "code_at", "function_at", "is_the_programs", "of_the_user", "parsed", "resumed_at", "users_place"]

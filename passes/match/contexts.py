@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import linecache
 import re
 from typing import TypeGuard
 
@@ -14,7 +13,7 @@ from moefuse.passes.graph.modes import Contexts, Mode
 from moefuse.passes.graph.named import named
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Lost
-from moefuse.stops import of_the_user
+from moefuse.stops import of_the_user, parsed
 
 
 def differ(ctx: Context, node: Node, anchor: Node, *, grads: bool) -> Lost:
@@ -36,7 +35,7 @@ def _switched_at(node: Node, words: tuple[str, ...]) -> str:
     """``file:line`` of the innermost ``with``, or decorator, that has one of some words in it; torch records none for a switch."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in', node.meta.get("stack_trace") or "")
     for path, line in reversed(frames):
-        tree = _parsed(path) if of_the_user(path) else None
+        tree = parsed(path) if of_the_user(path) else None
         around = [n for n in ast.walk(tree) if _covers(n, int(line))] if tree is not None else []
         for statement in sorted(around, key=lambda n: n.lineno, reverse=True):
             given = statement.items if isinstance(statement, ast.With) else statement.decorator_list
@@ -47,13 +46,6 @@ def _switched_at(node: Node, words: tuple[str, ...]) -> str:
 
 def _covers(node: ast.AST, line: int) -> TypeGuard[ast.With | ast.FunctionDef]:
     return isinstance(node, ast.With | ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0)
-
-
-def _parsed(path: str) -> ast.Module | None:
-    try:
-        return ast.parse("".join(linecache.getlines(path)))
-    except (SyntaxError, ValueError):
-        return None
 
 
 def _said(mode: Mode, other: Mode, grads: bool) -> str:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefuse.config import Options
-from tests.programs.check import Outcome, check_exact
+from tests.programs.check import check_read
 
 E, K, H, WIDTH = 4, 2, 12, 16
 Expert = Callable[[Tensor], Tensor]
@@ -65,13 +64,6 @@ class Sequences(Layer):
         return out
 
 
-def check(model: nn.Module, *shape: int, verify: str = "off") -> Outcome:
-    """Without verification: what is read wrongly shows in the values."""
-    inputs = (torch.randn(*shape, H, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        return check_exact(model, *((x,) for x in inputs), options=Options(verify=verify))
-
-
 @pytest.fixture(autouse=True)
 def _same_weights() -> None:
     torch.manual_seed(0)
@@ -80,17 +72,17 @@ def _same_weights() -> None:
 @pytest.mark.parametrize("verify", ["off", "probe"])
 @pytest.mark.parametrize("add", [added, read_so, put], ids=lambda f: f.__name__)
 def test_all_features_of_a_row(add: Callable[[Tensor, Tensor, Tensor, Expert], None], verify: str) -> None:
-    outcome = check(Layer(add), 11, verify=verify)
+    outcome = check_read(Layer(add), 11, H, verify=verify)
     assert ([s.message for s in outcome.skipped], len(outcome.fused)) == ([], 1)
 
 
 def test_all_features_of_tokens_in_sequences() -> None:
-    outcome = check(Sequences(added), 2, 6)
+    outcome = check_read(Sequences(added), 2, 6, H)
     assert ([s.message for s in outcome.skipped], len(outcome.fused)) == ([], 1)
 
 
 @pytest.mark.parametrize("add", [turned, some, shifted], ids=lambda f: f.__name__)
 def test_other_features(add: Callable[[Tensor, Tensor, Tensor, Expert], None]) -> None:
-    outcome = check(Layer(add), 11)
+    outcome = check_read(Layer(add), 11, H)
     assert outcome.fused == []
     assert outcome.skipped

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moefuse.config import Options
-from tests.programs.check import Outcome, check_exact
+from tests.programs.check import check_read
 
 E, K, H, WIDTH = 4, 2, 12, 16
 Found = tuple[Tensor, Tensor]
@@ -131,13 +130,6 @@ class Changed(Layer):
         return out
 
 
-def check(model: nn.Module, shape: tuple[int, ...] = (11,), verify: str = "off") -> Outcome:
-    """Without verification: what is read wrongly shows in the values."""
-    inputs = (torch.randn(*shape, H, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        return check_exact(model, *((x,) for x in inputs), options=Options(verify=verify))
-
-
 @pytest.fixture(autouse=True)
 def _same_weights() -> None:
     torch.manual_seed(0)
@@ -149,14 +141,14 @@ def _same_weights() -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_rows_by_their_weight(rows: str, shape: tuple[int, ...], verify: str) -> None:
     """With and without the proof: what it draws has weights of zero, and all that is read of one tensor is of one draw."""
-    outcome = check(Layer(ROWS[rows]), shape, verify)
+    outcome = check_read(Layer(ROWS[rows]), *shape, H, verify=verify)
     assert [s.message for s in outcome.skipped] == []
     assert [(f.spec.num_experts, f.spec.top_k, f.spec.activation) for f in outcome.fused] == [(E, K, "relu")]
 
 
 @pytest.mark.parametrize("verify", ["off", "probe"])
 def test_rows_of_a_one_hot_times_its_weight(verify: str) -> None:
-    outcome = check(OneHot(ROWS["and"]), (2, 6), verify)
+    outcome = check_read(OneHot(ROWS["and"]), 2, 6, H, verify=verify)
     assert [s.message for s in outcome.skipped] == []
     assert [(f.spec.num_experts, f.spec.top_k) for f in outcome.fused] == [(E, K)]
 
@@ -164,12 +156,12 @@ def test_rows_of_a_one_hot_times_its_weight(verify: str) -> None:
 @pytest.mark.parametrize("rows", NEAR)
 def test_rows_by_something_else(rows: str) -> None:
     """What is fused has eager's values, which ``check`` compares; these have no routing that could say so."""
-    assert check(Layer(NEAR[rows])).fused == []
+    assert check_read(Layer(NEAR[rows]), 11, H).fused == []
 
 
 @pytest.mark.parametrize("kind", [OtherSlot, Changed])
 def test_near_misses(kind: type[Layer]) -> None:
-    assert check(kind(ROWS["and"])).fused == []
+    assert check_read(kind(ROWS["and"]), 11, H).fused == []
 
 
 class Thresholded(Layer):
@@ -185,7 +177,7 @@ class Thresholded(Layer):
 
 
 def test_any_number_of_experts_is_told() -> None:
-    outcome = check(Thresholded(ROWS["and"]))
+    outcome = check_read(Thresholded(ROWS["and"]), 11, H)
     (skipped,) = outcome.skipped
     assert (outcome.fused, skipped.code) == ([], "tokens-differ")
     assert "each may have any number of experts" in skipped.message

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefuse.config import Options
-from tests.programs.check import Outcome, check_exact
+from tests.programs.check import Outcome, check_read
 
 E, K, H, WIDTH = 4, 2, 12, 16
 ENDS: dict[str, Callable[[list[Tensor], Tensor], Tensor]] = {
@@ -130,13 +129,6 @@ class Kept(Layer):
             yield table
 
 
-def check(model: nn.Module, shape: tuple[int, ...] = (11,), verify: str = "off") -> Outcome:
-    """Without verification: what is read wrongly shows in the values."""
-    inputs = (torch.randn(*shape, H, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        return check_exact(model, *((x,) for x in inputs), options=Options(verify=verify))
-
-
 @pytest.fixture(autouse=True)
 def _same_weights() -> None:
     torch.manual_seed(0)
@@ -153,21 +145,21 @@ def one_layer(outcome: Outcome) -> None:
 @pytest.mark.parametrize("begin", BEGINS)
 @pytest.mark.parametrize("end", ENDS)
 def test_a_table_for_each_slot(end: str, begin: str, shape: tuple[int, ...], verify: str) -> None:
-    one_layer(check(Layer(end, begin), shape, verify=verify))
+    one_layer(check_read(Layer(end, begin), *shape, H, verify=verify))
 
 
 @pytest.mark.parametrize("verify", ["off", "probe"])
 def test_one_tensor_of_all_slots(verify: str) -> None:
-    one_layer(check(OneTensor(), (2, 6), verify=verify))
+    one_layer(check_read(OneTensor(), 2, 6, H, verify=verify))
 
 
 @pytest.mark.parametrize("begin", BEGINS)
 def test_one_table_that_each_slot_fills_again(begin: str) -> None:
-    one_layer(check(Again(begin=begin), verify="probe"))
+    one_layer(check_read(Again(begin=begin), 11, H, verify="probe"))
 
 
 @pytest.mark.parametrize("kind", [NotAll, Swapped, OneTwice, OtherRows, OtherSlot, Kept, Most])
 def test_near_misses(kind: type[Layer]) -> None:
-    outcome = check(kind())
+    outcome = check_read(kind(), 11, H)
     assert outcome.fused == []
     assert outcome.skipped

@@ -240,11 +240,11 @@ def check_exact(
     return outcome
 
 
-def check_read(model: nn.Module, *shape: int) -> Outcome:
-    """A layer in two calls with tokens of a shape, without verification: what is read wrongly shows in the values."""
+def check_read(model: nn.Module, *shape: int, verify: Any = "off") -> Outcome:
+    """A layer in two calls with tokens of a shape. Without verification: what is read wrongly shows in the values."""
     inputs = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        return check_exact(model, *((x,) for x in inputs), options=Options(verify="off"))
+        return check_exact(model, *((x,) for x in inputs), options=Options(verify=verify))
 
 
 def check_spec(p: Program, spec: ExpertsSpec) -> None:
