@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import gpu_shapes as gs  # noqa: E402
 
-from moefuse.kernels.triton.problem import Config, Problem  # noqa: E402
+from moefuse.tuning.problem import Config, Problem  # noqa: E402
 
 TABLES = Path(__file__).parent.parent / "kernels" / "triton" / "tables"
 

@@ -36,7 +36,7 @@ def make(form: str, s: gs.Shape, lists: layer.Lists, inputs: tuple[Tensor, ...])
     """One form, as the provider would run it."""
     from moefuse.kernels.triton.host.plan import Plan
     from moefuse.kernels.triton.provide.library import LibraryPlan
-    from moefuse.ops.call import ExpertsCall
+    from moefuse.ops.meaning.call import ExpertsCall
 
     def call(*tensors: Tensor) -> Any:
         return ExpertsCall.of(*tensors, *lists, **gs.options(s))
@@ -74,7 +74,7 @@ def into_table(gpu: str, results: list[dict[str, Any]]) -> None:
     """Write the library's times beside the configuration of the same problem, scaled to the entry's own time."""
     from gpu_table import problem_of
 
-    from moefuse.kernels.triton.problem import Problem
+    from moefuse.tuning.problem import Problem
 
     path = TABLES / f"{gpu.replace(' ', '_').replace('/', '_')}.json"
     lines = path.read_text().splitlines()

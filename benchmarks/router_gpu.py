@@ -28,7 +28,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from _timing import by_line, captured  # noqa: E402
 from layer import environment  # noqa: E402
 
-from moefuse.ops.recipe import Recipe  # noqa: E402  (moefuse.ops registers the ops)
+from moefuse.ops.meaning.recipe import Recipe  # noqa: E402  (moefuse.ops registers the ops)
 
 SIZES = [(128, 8), (64, 6), (256, 8), (512, 10), (8, 2)]
 TOKENS = [1, 16, 64, 512, 4096, 16384]

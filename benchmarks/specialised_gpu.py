@@ -31,9 +31,9 @@ from sweep_gpu import kind_of  # noqa: E402
 
 from moefuse.kernels.triton.config import fit, shipped, specialised_tiles  # noqa: E402
 from moefuse.kernels.triton.host.layout import device_of  # noqa: E402
-from moefuse.kernels.triton.problem import Config, Problem  # noqa: E402
 from moefuse.kernels.triton.tune.call import make  # noqa: E402
 from moefuse.kernels.triton.tune.check import Truth  # noqa: E402
+from moefuse.tuning.problem import Config, Problem  # noqa: E402
 
 TURNS = 9
 

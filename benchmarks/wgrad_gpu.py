@@ -25,8 +25,8 @@ from _timing import by_line  # noqa: E402
 
 from moefuse.kernels.triton.host import sorted_rows, wgrad  # noqa: E402
 from moefuse.kernels.triton.host.sorted_rows import Sorted  # noqa: E402
-from moefuse.kernels.triton.problem import Tiles  # noqa: E402
 from moefuse.kernels.triton.provide import library  # noqa: E402
+from moefuse.tuning.problem import Tiles  # noqa: E402
 
 SIZES = {
     "mixtral in": (8, 8192, 28672, 4096),

@@ -29,7 +29,7 @@ from _timing import environment  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
-from moefuse.report import FusionReport  # noqa: E402
+from moefuse.report.report import FusionReport  # noqa: E402
 from tests.cpu.capture_case import Seen, capturing  # noqa: E402
 from tests.zoo import tiny  # noqa: E402
 from tests.zoo.budget import output_and_gradients  # noqa: E402

@@ -17,14 +17,14 @@ from moefuse.errors import ParallelError as ParallelError
 from moefuse.errors import PeerError as PeerError
 from moefuse.errors import RoutingError as RoutingError
 from moefuse.errors import TooManyTokens as TooManyTokens
-from moefuse.history import last_report as last_report
-from moefuse.history import reports as reports
 from moefuse.integrations import on_import as _on_import
 from moefuse.replay.api import capture_routing as capture_routing
 from moefuse.replay.api import replay_routing as replay_routing
-from moefuse.report import FusionReport as FusionReport
+from moefuse.report.history import last_report as last_report
+from moefuse.report.history import reports as reports
+from moefuse.report.report import FusionReport as FusionReport
 from moefuse.spec import ExpertsSpec as ExpertsSpec
-from moefuse.tuning.report import WarmupReport as WarmupReport
+from moefuse.tuning.measure.report import WarmupReport as WarmupReport
 
 if TYPE_CHECKING:
     from moefuse.inductor_pass import MoEFusionPass as MoEFusionPass

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from moefuse import backend as _backend
-from moefuse import trial
-from moefuse.report import FusionReport
+from moefuse.diagnosis import trial
+from moefuse.report.report import FusionReport
 from moefuse.spec import ExpertsSpec
 
 if TYPE_CHECKING:
-    from moefuse.tuning.report import WarmupReport
+    from moefuse.tuning.measure.report import WarmupReport
 
 _Model = TypeVar("_Model", bound=Callable[..., Any])
 
@@ -91,7 +91,7 @@ def warmup(
         TypeError: the first argument is neither a model nor specs.
         ValueError: illegal tokens, budget, or a spec of no fused op.
     """
-    from moefuse.tuning import warmup as _warmup
+    from moefuse.tuning.measure import warmup as _warmup
 
     return _warmup.run(model_or_specs, tokens, budget_s, progress)
 

@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 
-from moefuse import _torch_private, cache, inference_inputs, pipeline, publish
-from moefuse._dynamo import armed, ddp
+from moefuse import _torch_private, cache
 from moefuse.capture import entry
+from moefuse.capture.dynamo import armed, ddp
 from moefuse.config import Options
 from moefuse.errors import FusionError, OptionError
-from moefuse.explaining import history, nothing_found, quietly
+from moefuse.pipeline import inference_inputs, publish, rewrite
+from moefuse.program.runs import Begun
 from moefuse.replay import calls
 from moefuse.replay.choices import opened
-from moefuse.report import FusionReport
-from moefuse.runs import Begun
+from moefuse.report.quietly import history, nothing_found, quietly
+from moefuse.report.report import FusionReport
 from moefuse.runtime import pieces
 
 OVERLAP = 8
@@ -61,7 +62,7 @@ def backend(
     frame = entry.frame()
     nothing_found.watch(own)
     with _torch_private.random_stream_of(patches):
-        report, saved = pipeline.rewrite_and_keep(gm, example_inputs, own, frame)
+        report, saved = rewrite.rewrite_and_keep(gm, example_inputs, own, frame)
     nothing_found.watch_lost(report, own)
     history.record(report)
     with _torch_private.surfacing(FusionError):
@@ -86,7 +87,7 @@ def backend(
 
     try:
         frozen = inference_inputs.kept(gm, example_inputs) if report.fused else []
-        compiled = pipeline.compile_or_restore(gm, report, saved, frame, run_compiler)
+        compiled = rewrite.compile_or_restore(gm, report, saved, frame, run_compiler)
         compiled = inference_inputs.ordinary(compiled, frozen)
         compiled = history.watched(report, compiled, example_inputs)
         return pieces.telling(compiled) if report.fused and pieces.inside() else compiled

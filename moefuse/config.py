@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from moefuse import environment
 from moefuse.errors import OptionError
+from moefuse.machine import environment
 
 Verify = Literal["probe", "graph", "off"]
 Quantised = Literal["exact", "weights", "off"]

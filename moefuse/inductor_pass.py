@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from moefuse import _torch_private, cache, pipeline, publish
+from moefuse import _torch_private, cache
 from moefuse._torch_private import CustomGraphPass
 from moefuse.config import Options
 from moefuse.errors import FusionError, OptionError
-from moefuse.explaining import history
 from moefuse.passes.block.overlap_placement import start_early
+from moefuse.pipeline import publish, rewrite
+from moefuse.report.quietly import history
 
 
 class CacheStamp(CustomGraphPass):
@@ -71,7 +72,7 @@ class MoEFusionPass(CustomGraphPass):
         if not self._options.enabled or gm is None or _torch_private.forward_level():
             return  # under forward-mode AD Inductor is left to say itself what it cannot do
         _torch_private.keep_what_is_mutated()
-        report = pipeline.rewrite(gm, None, self._options)
+        report = rewrite.rewrite(gm, None, self._options)
         if _torch_private.communicates(gm):
             _torch_private.keep_order()
         history.record(report)

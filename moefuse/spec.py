@@ -29,7 +29,7 @@ class ExpertsSpec:
         hidden: H, features of a token.
         intermediate: I, features between the two projections (0 when the body is not a two-projection expert).
         dtype: dtype of the expert weights, e.g. ``"bfloat16"``.
-        activation: key of :data:`moefuse.ops.activations.ACTIVATIONS`, or ``"custom"`` for a body that no template describes.
+        activation: key of :data:`moefuse.ops.meaning.activations.ACTIVATIONS`, or ``"custom"`` for a body that no template describes.
         activation_args: constants of the activation, in the order given there (e.g. alpha and limit).
         gating: how gate and up projection are stored: ``"merged"`` (halves of one weight), ``"interleaved"``, ``"split"`` (two weights), or
             ``"plain"``, which has no gate.

@@ -17,20 +17,20 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 import moefuse.ops  # noqa: F401  (the ops that the rewrite inserts)
-from moefuse import _torch_private, environment
+from moefuse import _torch_private
 from moefuse.capture import dummies
-from moefuse.capture.assumptions import Assumption, Undischarged
-from moefuse.capture.siblings import keep
 from moefuse.errors import UNCOUNTED, first_line
-from moefuse.explaining import quietly
+from moefuse.machine import environment
 from moefuse.passes.block.router_topk import one_kernel
 from moefuse.passes.block.shared_experts import join_shared
 from moefuse.passes.encodings.part import Coded
 from moefuse.passes.graph.applied import Functions, opened
+from moefuse.passes.graph.assumptions import Assumption, Undischarged
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import location, module_path, steps, traced_path
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.sharded import merge, sweep
+from moefuse.passes.graph.siblings import keep
 from moefuse.passes.infer.state import Context, Given, Standin
 from moefuse.passes.ir.expr import held_leaves
 from moefuse.passes.ir.facts import Lost, Routing
@@ -64,9 +64,10 @@ from moefuse.passes.prove.region_key import signature
 from moefuse.passes.prove.surroundings import rounded
 from moefuse.passes.prove.unconditional import unconditional
 from moefuse.passes.prove.verify import Verdict, verify
-from moefuse.report import Fused, RejectedError, Skipped
+from moefuse.program.steps import fold
+from moefuse.report.quietly import quietly
+from moefuse.report.report import Fused, RejectedError, Skipped
 from moefuse.runtime.groups import Terms
-from moefuse.steps import fold
 
 if TYPE_CHECKING:
     from moefuse.config import Options

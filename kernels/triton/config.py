@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moefuse.kernels.triton.problem import Config, Problem, Tiles, Vectors, power_of_two
 from moefuse.tuning import store
+from moefuse.tuning.problem import Config, Problem, Tiles, Vectors, power_of_two
 
 PRODUCTS: str | None = None
 """Whose products training takes, "own" or "library", for every call that either can run; None: by a rule. Benchmarks set it."""

@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from moefuse.stops import Stop
+from moefuse.program.breaks import Stop
 
 
 def dynamo_control_flow() -> tuple[type[BaseException], ...]:

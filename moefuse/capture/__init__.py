@@ -13,8 +13,8 @@ If not, Dynamo starts the frame again, and this statement breaks the graph as it
 ``bytecode`` (where ways meet, what is live), ``assumptions`` (the records), ``frame`` (what happens before each instruction).
 """
 
-from moefuse.capture.assumptions import Assumption, Undischarged
 from moefuse.capture.frame import Frame
 from moefuse.capture.ledger import Ledger
+from moefuse.passes.graph.assumptions import Assumption, Undischarged
 
 __all__ = ["Assumption", "Frame", "Ledger", "Undischarged"]

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moefuse._dynamo import lists, values
-from moefuse.capture.assumptions import Assumption
 from moefuse.capture.bytecode import empties
+from moefuse.capture.dynamo import lists, values
+from moefuse.passes.graph.assumptions import Assumption
 
 if TYPE_CHECKING:
     from moefuse.capture.attempt import Attempt

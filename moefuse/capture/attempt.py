@@ -13,19 +13,19 @@ import torch
 from torch import nn
 
 from moefuse import _torch_private
-from moefuse._dynamo import control, relations, values
 from moefuse.capture import counts, dummies
 from moefuse.capture.appends import Appends
-from moefuse.capture.assumptions import Assumption, Place, Undischarged
 from moefuse.capture.bytecode import Code
+from moefuse.capture.dynamo import control, relations, values
 from moefuse.capture.ledger import Ledger, refusals
 from moefuse.capture.loops import Loops
 from moefuse.capture.scopes import OTHER_WAY, Scopes
 from moefuse.errors import CODES, first_line
-from moefuse.explaining import module_names
-from moefuse.module_names import Matching, ModuleNames
-from moefuse.report import FusionReport, Skipped
-from moefuse.stops import Stop, code_at
+from moefuse.passes.graph.assumptions import Assumption, Place, Undischarged
+from moefuse.passes.graph.module_names import Matching, ModuleNames
+from moefuse.program.breaks import Stop, code_at
+from moefuse.report.quietly import module_names
+from moefuse.report.report import FusionReport, Skipped
 
 log = logging.getLogger("moefuse.capture")
 

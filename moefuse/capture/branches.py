@@ -8,12 +8,13 @@ from torch import SymBool, SymInt
 from torch.fx import Node
 
 from moefuse import _torch_private
-from moefuse._dynamo import modules as lists
-from moefuse._dynamo import values
-from moefuse.capture import guess, returns, siblings
-from moefuse.capture.assumptions import RETURN, Assumption, Kind
+from moefuse.capture import guess, returns
 from moefuse.capture.bytecode import GENERATOR
-from moefuse.stops import code_at, is_the_programs
+from moefuse.capture.dynamo import modules as lists
+from moefuse.capture.dynamo import values
+from moefuse.passes.graph import siblings
+from moefuse.passes.graph.assumptions import RETURN, Assumption, Kind
+from moefuse.program.breaks import code_at, is_the_programs
 
 if TYPE_CHECKING:
     from moefuse.capture.attempt import Attempt

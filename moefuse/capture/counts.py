@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moefuse._dynamo import lists, values
 from moefuse.capture import guess
-from moefuse.capture.assumptions import Assumption
 from moefuse.capture.bytecode import GENERATOR
+from moefuse.capture.dynamo import lists, values
+from moefuse.passes.graph.assumptions import Assumption
 
 if TYPE_CHECKING:
     from moefuse.capture.attempt import Attempt

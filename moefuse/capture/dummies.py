@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefuse import _torch_private
-from moefuse._dynamo.values import unbacked_in
+from moefuse.capture.dynamo.values import unbacked_in
 
 TAG = "moefuse_dummy"
 """Key of the meta of nodes that such a pass recorded."""

@@ -14,14 +14,15 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from moefuse import _torch_private, history
-from moefuse._dynamo import control, ddp, hooks, left, points
+from moefuse import _torch_private
+from moefuse.capture.dynamo import control, ddp, hooks, left, points
 from moefuse.capture.frame import Frame
 from moefuse.capture.ledger import Ledger
 from moefuse.config import Options
 from moefuse.errors import CODES
-from moefuse.explaining import guarded, suspects
-from moefuse.report import Fused, FusionReport, Skipped
+from moefuse.report import history
+from moefuse.report.quietly import guarded, suspects
+from moefuse.report.report import Fused, FusionReport, Skipped
 
 log = logging.getLogger("moefuse.capture")
 
@@ -49,7 +50,7 @@ def enable(
     options: Callable[[Mapping[str, Any]], Options | None],
     skipped: Callable[[FusionReport, Options, object], None],
 ) -> _Backend:
-    """Capture loops in frames that this Dynamo backend compiles. It must hand every graph to :func:`moefuse.pipeline.rewrite`.
+    """Capture loops in frames that this Dynamo backend compiles. It must hand every graph to :func:`moefuse.pipeline.rewrite.rewrite`.
 
     Args:
         backend: a function; returned as it is.

@@ -10,16 +10,16 @@ from typing import Any, NoReturn
 import torch
 
 from moefuse import _torch_private
-from moefuse._dynamo import control, creation_clock, values
 from moefuse.capture import branches, counts, functions, modules
-from moefuse.capture.assumptions import Undischarged
 from moefuse.capture.attempt import Attempt
 from moefuse.capture.bytecode import GENERATOR
+from moefuse.capture.dynamo import control, creation_clock, values
 from moefuse.capture.scopes import OTHER_WAY
 from moefuse.errors import first_line
-from moefuse.explaining import quietly
-from moefuse.report import FusionReport, Skipped
-from moefuse.stops import Stop
+from moefuse.passes.graph.assumptions import Undischarged
+from moefuse.program.breaks import Stop
+from moefuse.report.quietly import quietly
+from moefuse.report.report import FusionReport, Skipped
 
 log = logging.getLogger("moefuse.capture")
 
@@ -32,7 +32,7 @@ _MAKES_GENERATOR = frozenset(("COPY_FREE_VARS", "MAKE_CELL", "RETURN_GENERATOR")
 
 
 class Frame(Attempt):
-    """The observer of an attempt. Dynamo calls the methods that :class:`moefuse._dynamo.hooks.Observer` names."""
+    """The observer of an attempt. Dynamo calls the methods that :class:`moefuse.capture.dynamo.hooks.Observer` names."""
 
     def before(self, tx: Any) -> None:
         """An instruction of ``tx`` is about to run."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moefuse._dynamo import contexts
-from moefuse.capture.assumptions import RETURN, Scope
+from moefuse.capture.dynamo import contexts
+from moefuse.passes.graph.assumptions import RETURN, Scope
 
 
 def begin(scope: Scope) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse._dynamo import values
+from moefuse.capture.dynamo import values
 
 _VIEWS = frozenset(
     ("flatten", "squeeze", "view", "reshape", "ravel", "contiguous", "cpu", "long", "int", "unique", "detach", "numpy", "to", "sort")

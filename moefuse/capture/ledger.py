@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moefuse._dynamo import relations
-from moefuse.capture.assumptions import Assumption, Undischarged
+from moefuse.capture.dynamo import relations
 from moefuse.errors import CODES
-from moefuse.explaining import module_names
-from moefuse.report import Skipped
-from moefuse.stops import Stop
+from moefuse.passes.graph.assumptions import Assumption, Undischarged
+from moefuse.program.breaks import Stop
+from moefuse.report.quietly import module_names
+from moefuse.report.report import Skipped
 
 
 @dataclass

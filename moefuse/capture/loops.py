@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from moefuse._dynamo import values
 from moefuse.capture import guess, modules
-from moefuse.capture.assumptions import Assumption, Place
 from moefuse.capture.bytecode import GENERATOR
+from moefuse.capture.dynamo import values
 from moefuse.capture.replay import replay
+from moefuse.passes.graph.assumptions import Assumption, Place
 
 if TYPE_CHECKING:
     from moefuse.capture.attempt import Attempt

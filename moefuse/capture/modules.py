@@ -3,7 +3,7 @@
 Rows e and f are traced. Then the body's other rows are what row e is, with row e's weights replaced by theirs, because
 
 * the modules are isomorphic (``siblings.different``), and guards like those on row e's keep them so; against hooks and methods that change
-  later, which Dynamo does not guard, stands ``moefuse/_dynamo/module_calls.py``,
+  later, which Dynamo does not guard, stands ``moefuse/capture/dynamo/module_calls.py``,
 * the row's number selects the module and nothing else that Python sees (``selects``),
 * the body cannot tell one module from another: it compares no identities and uses no module as a key (``tells_apart``),
 * a weight that row e reads through the list is at the same place in row f the one that row f reads through it; one that the body has from
@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from moefuse._dynamo import modules as lists
-from moefuse._dynamo import values
-from moefuse.capture import siblings
+from moefuse.capture.dynamo import modules as lists
+from moefuse.capture.dynamo import values
 from moefuse.capture.replay import replay
+from moefuse.passes.graph import siblings
 
 log = logging.getLogger("moefuse.capture")
 

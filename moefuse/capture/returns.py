@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse._dynamo import values
-from moefuse.capture.assumptions import RETURN
 from moefuse.capture.bytecode import RETURNS, Code
+from moefuse.capture.dynamo import values
+from moefuse.passes.graph.assumptions import RETURN
 
 
 def here(tx: Any, at: int) -> int | None:

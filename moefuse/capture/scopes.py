@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from moefuse._dynamo import creation_clock, parametrized, values
 from moefuse.capture import dummies, functions, returns
-from moefuse.capture.assumptions import RETURN, TAG, Assumption, Scope
+from moefuse.capture.dynamo import creation_clock, parametrized, values
+from moefuse.passes.graph.assumptions import RETURN, TAG, Assumption, Scope
 
 if TYPE_CHECKING:
     from moefuse.capture.attempt import Attempt

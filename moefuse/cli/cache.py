@@ -6,8 +6,8 @@ import argparse
 import shutil
 from pathlib import Path
 
-from moefuse import cache_folder
 from moefuse.cli.command import CommandError
+from moefuse.machine import cache_folder
 from moefuse.view.text import amount
 
 ROOMS = {"cpu-kernels": "C++ kernels for CPUs", "cuda-launch": "launchers for CUDA devices", "tuning": "measurements of warmup"}

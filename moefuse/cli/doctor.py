@@ -12,12 +12,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch.torch_version import TorchVersion
 
-from moefuse import _torch_private, cache_folder
+from moefuse import _torch_private
 from moefuse._version import __version__
 from moefuse.capture import entry
 from moefuse.cli.command import doing
 from moefuse.config import ENVIRONMENT, SWITCHES
 from moefuse.kernels.triton import config
+from moefuse.machine import cache_folder
 from moefuse.runtime import native
 from moefuse.tuning import store
 

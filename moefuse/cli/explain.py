@@ -14,8 +14,8 @@ from moefuse.api import explain
 from moefuse.cli import hugging_face, target
 from moefuse.cli.command import CommandError, doing
 from moefuse.errors import first_line
-from moefuse.publish import USER_DECIDED
-from moefuse.report import FusionReport
+from moefuse.pipeline.publish import USER_DECIDED
+from moefuse.report.report import FusionReport
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from moefuse.api import compile, warmup
 from moefuse.cli import target
 from moefuse.cli.command import CommandError, doing
 from moefuse.errors import first_line
-from moefuse.ops.activations import ACTIVATIONS
+from moefuse.ops.meaning.activations import ACTIVATIONS
 from moefuse.spec import ExpertsSpec, Gating
 
 SIZES = ("experts", "top_k", "hidden", "intermediate")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moefuse.ops  # noqa: F401  (defines torch.ops.moefuse)
-from moefuse import called
+from moefuse.program import called
 
 try:
     import transformers

@@ -5,7 +5,7 @@ part of transformers is there::
 
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moefuse")
 
-Weights stay as they are held, and activations are rounded as transformers' own kernels round them (``moefuse/ops/token_codes.py``): for
+Weights stay as they are held, and activations are rounded as transformers' own kernels round them (``moefuse/ops/meaning/token_codes.py``): for
 each token and the inputs of a block, or the whole token where a weight has one scale, or by powers of two for 32 inputs where scales of
 weights are such. It needs no kernel of the hub, and no ``torch.compile``. Tokens and routing weights have gradients, through the weights
 that codes stand for; weights and scales have none, as in transformers.
@@ -21,9 +21,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moefuse import called
 from moefuse.integrations.transformers import NAME, _activation, _refuse, experts_forward
-from moefuse.ops.encoding import MADE, POWERS, Encoding, Packing, Rounding
+from moefuse.ops.meaning.encoding import MADE, POWERS, Encoding, Packing, Rounding
+from moefuse.program import called
 
 try:
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers.utils import output_capturing
 
-from moefuse._dynamo import hooks
+from moefuse.capture.dynamo import hooks
 
 
 def put_on(root: nn.Module, given: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from moefuse.ops import rounds as _rounds  # noqa: F401  (defines its op)
 from moefuse.ops import shared as _shared  # noqa: F401  (defines its ops)
 from moefuse.ops import slices as _slices  # noqa: F401  (defines its ops)
 from moefuse.ops import unpacked as _unpacked  # noqa: F401  (defines its op)
-from moefuse.ops.activations import ACTIVATIONS, Activation
-from moefuse.ops.reference import experts_reference
+from moefuse.ops.meaning.activations import ACTIVATIONS, Activation
+from moefuse.ops.meaning.reference import experts_reference
 
 __all__ = ["ACTIVATIONS", "Activation", "experts", "experts_reference", "grouped", "router"]

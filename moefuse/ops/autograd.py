@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from moefuse import _torch_private
-from moefuse.ops import composite
-from moefuse.ops.call import Body, ExpertsCall, cut, lists_of, stacks
-from moefuse.ops.checks import check_experts
-from moefuse.ops.composite import flatten
-from moefuse.ops.grad_calls import GradCall, InCall, Needs, OutCall, RowsCall
+from moefuse.ops.meaning import composite
+from moefuse.ops.meaning.call import Body, ExpertsCall, cut, lists_of, stacks
+from moefuse.ops.meaning.checks import check_experts
+from moefuse.ops.meaning.composite import flatten
+from moefuse.ops.meaning.grad_calls import GradCall, InCall, Needs, OutCall, RowsCall
 
 ops = torch.ops.moefuse
 below_autograd = torch._C._AutoDispatchBelowAutograd

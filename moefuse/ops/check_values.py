@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefuse.ops.checks import bad_value
+from moefuse.ops.meaning.checks import bad_value
 from moefuse.runtime.routing import FEW_SLOTS
 
 

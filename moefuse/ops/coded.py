@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.autograd import below_autograd, grads_for, keep, kept, not_differentiable, once, ops, wants_grad
-from moefuse.ops.call import Body, ExpertsCall, Stack, cut, join, stacks
-from moefuse.ops.checks import check_codes, check_experts
-from moefuse.ops.coded_weights import CodedStack, CodedWeights, Codes, Lists
-from moefuse.ops.composite import flatten
-from moefuse.ops.encoding import parse
-from moefuse.ops.grad_calls import GradCall, Needs
-from moefuse.ops.reference import accumulation_dtype
+from moefuse.ops.meaning.call import Body, ExpertsCall, Stack, cut, join, stacks
+from moefuse.ops.meaning.checks import check_codes, check_experts
+from moefuse.ops.meaning.coded_weights import CodedStack, CodedWeights, Codes, Lists
+from moefuse.ops.meaning.composite import flatten
+from moefuse.ops.meaning.encoding import parse
+from moefuse.ops.meaning.grad_calls import GradCall, Needs
+from moefuse.ops.meaning.reference import accumulation_dtype
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
 

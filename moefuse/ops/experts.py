@@ -21,9 +21,9 @@ from torch import Tensor
 
 from moefuse import _torch_private
 from moefuse.ops import autograd
-from moefuse.ops.call import ExpertsCall
-from moefuse.ops.checks import check_experts
-from moefuse.ops.grad_calls import GradCall, InCall, OutCall, RowsCall
+from moefuse.ops.meaning.call import ExpertsCall
+from moefuse.ops.meaning.checks import check_experts
+from moefuse.ops.meaning.grad_calls import GradCall, InCall, OutCall, RowsCall
 from moefuse.ops.schema import implement
 from moefuse.runtime import native, providers
 

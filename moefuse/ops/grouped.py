@@ -17,9 +17,9 @@ from torch import Tensor
 from moefuse.ops import autograd_grouped as autograd
 from moefuse.ops.autograd import once
 from moefuse.ops.check_values import check_offset_values, check_order_values
-from moefuse.ops.checks import check_combine, check_expert_rows, check_grouped_linear, check_permute
-from moefuse.ops.composite import pulled_back
-from moefuse.ops.reference_grouped import combine_reference, expert_rows_reference, grouped_linear_reference, permute_reference
+from moefuse.ops.meaning.checks import check_combine, check_expert_rows, check_grouped_linear, check_permute
+from moefuse.ops.meaning.composite import pulled_back
+from moefuse.ops.meaning.reference_grouped import combine_reference, expert_rows_reference, grouped_linear_reference, permute_reference
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
 

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from moefuse.ops.autograd import below_autograd, grads_for, keep, kept, once, ops, wants_grad
 from moefuse.ops.check_values import check_offset_values
-from moefuse.ops.checks import check_codes, check_grouped_linear
 from moefuse.ops.coded import shown
-from moefuse.ops.coded_weights import CodedWeights, codes_of
-from moefuse.ops.composite import pulled_back
-from moefuse.ops.encoding import parse
-from moefuse.ops.reference_grouped import grouped_linear_reference
+from moefuse.ops.meaning.checks import check_codes, check_grouped_linear
+from moefuse.ops.meaning.coded_weights import CodedWeights, codes_of
+from moefuse.ops.meaning.composite import pulled_back
+from moefuse.ops.meaning.encoding import parse
+from moefuse.ops.meaning.reference_grouped import grouped_linear_reference
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
 

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefuse.ops.autograd import below_autograd, grads_for, not_differentiable, once, ops, wants_grad
-from moefuse.ops.call import Body, ExpertsCall, Stack, cut, join, lists_of, stacks
-from moefuse.ops.checks import check_experts, check_lora
-from moefuse.ops.composite import pulled_back
-from moefuse.ops.reference import accumulation_dtype, expert_weight, experts_by_projections
-from moefuse.ops.reference_grouped import ids_of_rows
+from moefuse.ops.meaning.call import Body, ExpertsCall, Stack, cut, join, lists_of, stacks
+from moefuse.ops.meaning.checks import check_experts, check_lora
+from moefuse.ops.meaning.composite import pulled_back
+from moefuse.ops.meaning.reference import accumulation_dtype, expert_weight, experts_by_projections
+from moefuse.ops.meaning.reference_grouped import ids_of_rows
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from moefuse._torch_private import never_dead
 from moefuse.ops.autograd import below_autograd, ops, wants_grad
-from moefuse.ops.call import ExpertsCall
-from moefuse.ops.checks import check_experts
-from moefuse.ops.composite import flatten
 from moefuse.ops.experts import result
+from moefuse.ops.meaning.call import ExpertsCall
+from moefuse.ops.meaning.checks import check_experts
+from moefuse.ops.meaning.composite import flatten
 from moefuse.ops.parallel import local_ids, refusing
 from moefuse.ops.schema import implement
 from moefuse.runtime import transports

@@ -1,9 +1,9 @@
 """A router as operations with one meaning, ``moefuse::topk``, ``route`` and ``router_logits``: fakes, registration, gradient.
 
 ``torch.topk`` leaves open which of two equal scores comes first, and the order under ``sorted=False``; the op does not, so that its kernels
-agree with each other and from run to run. It is defined by ``moefuse/ops/reference.py``.
+agree with each other and from run to run. It is defined by ``moefuse/ops/meaning/reference.py``.
 
-``route`` is all that a router does with its logits (``moefuse/ops/recipe.py``), and ``router_logits`` the product in front of it, for
+``route`` is all that a router does with its logits (``moefuse/ops/meaning/recipe.py``), and ``router_logits`` the product in front of it, for
 which factors of 16 bits need no copies in float32. Both are for inference.
 
 In a graph for Inductor the call of a Triton kernel takes the op's place, so that it is launched by Inductor's code, not through Python.
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from moefuse._torch_private import when_functionalized
 from moefuse.ops.autograd import below_autograd, not_differentiable, ops, wants_grad
-from moefuse.ops.checks import check_route, check_router_logits, check_topk
-from moefuse.ops.recipe import Recipe, route_reference
-from moefuse.ops.reference import router_logits_reference, topk_reference
+from moefuse.ops.meaning.checks import check_route, check_router_logits, check_topk
+from moefuse.ops.meaning.recipe import Recipe, route_reference
+from moefuse.ops.meaning.reference import router_logits_reference, topk_reference
 from moefuse.ops.schema import LIBRARY, implement
 from moefuse.runtime import providers
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moefuse.ops.composite import batched, transformable
+from moefuse.ops.meaning.composite import batched, transformable
 
 _LISTS = (
     "Tensor x, Tensor ids, Tensor weights, Tensor[] w_in, Tensor[] w_up, Tensor[] w_out, Tensor[] b_in, Tensor[] b_up, Tensor[] b_out, "
@@ -106,7 +106,7 @@ def implement(
         kernel: for every device.
         fake: for tracing.
         autograd: above both; None: it only runs below autograd.
-        composite: the op in torch's own operations, for whatever transforms a call (``moefuse/ops/composite.py``).
+        composite: the op in torch's own operations, for whatever transforms a call (``moefuse/ops/meaning/composite.py``).
     """
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     above = torch.library.fallthrough_kernel if autograd is None else transformable(name, autograd, composite)

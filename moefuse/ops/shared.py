@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from moefuse.ops import autograd
-from moefuse.ops.call import Body, ExpertsCall, Stack, cut, stacks
-from moefuse.ops.reference import accumulation_dtype
+from moefuse.ops.meaning.call import Body, ExpertsCall, Stack, cut, stacks
+from moefuse.ops.meaning.reference import accumulation_dtype
 from moefuse.ops.schema import implement
 from moefuse.runtime import dense, providers
 from moefuse.runtime import overlap as streams

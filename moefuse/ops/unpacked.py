@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moefuse.ops.encoding import dequantise, parse
+from moefuse.ops.meaning.encoding import dequantise, parse
 from moefuse.ops.schema import implement
 
 

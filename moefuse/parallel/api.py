@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefuse import _torch_private
-from moefuse._dynamo import lengths
+from moefuse.capture.dynamo import lengths
 from moefuse.errors import ParallelError
 from moefuse.parallel import checks, copies, same
 from moefuse.parallel.calls import gathering_once

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from moefuse.errors import ParallelError
-from moefuse.suspects import Pair, Suspect, suspects
+from moefuse.evidence.suspects import Pair, Suspect, suspects
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_all
 
-from moefuse._dynamo import hooks
+from moefuse.capture.dynamo import hooks
 from moefuse.errors import message
 from moefuse.parallel import views
 from moefuse.parallel.shard import holders_of
-from moefuse.report import Skipped
+from moefuse.report.report import Skipped
 from moefuse.runtime import words
 
 WHY = "_moefuse_hooked"

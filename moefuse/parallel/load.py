@@ -140,7 +140,7 @@ def _plain(model: nn.Module, rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _names(model: nn.Module, files: Files, wanted: set[str]) -> Names:
     """What keys of a checkpoint are in the model; a model of transformers says it."""
     if _of_transformers(model):
-        from moefuse.integrations.transformers_keys import names_of
+        from moefuse.parallel.transformers_keys import names_of
 
         return names_of(model, files, wanted)
     return Names({key: key for key in files if key in wanted})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from moefuse.undo import Restore, contents
+from moefuse.diagnosis.undo import Restore, contents
 
 
 @contextlib.contextmanager

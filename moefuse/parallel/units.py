@@ -16,17 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from moefuse import _torch_private, pipeline
+from moefuse import _torch_private
 from moefuse.capture import entry
 from moefuse.config import Options
+from moefuse.diagnosis.trial import quiet
+from moefuse.diagnosis.undo import taken_back
 from moefuse.errors import ParallelError
 from moefuse.ops.schema import TAKES_IDS
 from moefuse.parallel.find import Site, Stacked
 from moefuse.passes.graph.sharded import is_root, viewed
 from moefuse.passes.graph.slices import NotLocalError, View, holders, owners
 from moefuse.passes.graph.values import tensor
-from moefuse.trial import quiet
-from moefuse.undo import taken_back
+from moefuse.pipeline import rewrite
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _traced(layer: nn.Module, site: Site) -> tuple[_Call | None, str]:
     options = dataclasses.replace(Options.from_user(None)[0], enabled=True, strict=False, verify="off", cost_gate=False)
 
     def backend(gm: GraphModule, example_inputs: Sequence[object]) -> Any:
-        report = pipeline.rewrite(gm, example_inputs, options, entry.frame())
+        report = rewrite.rewrite(gm, example_inputs, options, entry.frame())
         reasons.extend(skipped.message for skipped in report.skipped)
         seen.extend(_calls(gm, example_inputs))
         if seen:

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from moefuse import history
-from moefuse._dynamo import armed
+from moefuse.capture.dynamo import armed
 from moefuse.errors import RoutingError
 from moefuse.replay import blocks, calls
 from moefuse.replay.blocks import Context, Routing
 from moefuse.replay.words import call_it, count
+from moefuse.report import history
 
 
 @contextmanager

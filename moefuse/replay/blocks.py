@@ -18,7 +18,7 @@ from moefuse import _torch_private
 from moefuse.errors import RoutingError
 from moefuse.replay.choices import Choice
 from moefuse.replay.words import call_it, count, ordinal
-from moefuse.served import renamed
+from moefuse.report.reused_code import renamed
 
 Routing = dict[str, list[Tensor]]
 """Layer -> the ids [T, K] of each of its calls, in their order."""

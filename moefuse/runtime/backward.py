@@ -17,11 +17,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefuse.ops.activations import ACTIVATIONS
-from moefuse.ops.call import Stack
-from moefuse.ops.grad_calls import GradCall, InCall, OutCall, RowsCall
-from moefuse.ops.reference import accumulation_dtype, split_gate
-from moefuse.ops.token_codes import as_rounded
+from moefuse.ops.meaning.activations import ACTIVATIONS
+from moefuse.ops.meaning.call import Stack
+from moefuse.ops.meaning.grad_calls import GradCall, InCall, OutCall, RowsCall
+from moefuse.ops.meaning.reference import accumulation_dtype, split_gate
+from moefuse.ops.meaning.token_codes import as_rounded
 from moefuse.runtime.cpu import CHUNK_ROWS, back_project, sum_slots
 from moefuse.runtime.expert_grads import add_bias_products, empty_grads, vector_grads, weight_grads
 from moefuse.runtime.routing import Group, chunked, groups_of, positions

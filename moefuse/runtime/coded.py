@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moefuse.ops.call import Stack
-from moefuse.ops.coded_weights import CodedWeights, codes_of
-from moefuse.ops.reference import expert_vector
-from moefuse.ops.token_codes import as_rounded
+from moefuse.ops.meaning.call import Stack
+from moefuse.ops.meaning.coded_weights import CodedWeights, codes_of
+from moefuse.ops.meaning.reference import expert_vector
+from moefuse.ops.meaning.token_codes import as_rounded
 from moefuse.runtime import backward, cpu
 from moefuse.runtime.cpu import Lists, SortedRows, cut_groups
 from moefuse.runtime.expert_grads import empty_grads, vector_grads

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from moefuse.ops.call import ExpertsCall, Stack
-from moefuse.ops.reference import accumulation_dtype, expert_vector, expert_weight, split_gate
+from moefuse.ops.meaning.call import ExpertsCall, Stack
+from moefuse.ops.meaning.reference import accumulation_dtype, expert_vector, expert_weight, split_gate
 from moefuse.runtime.dense import activate
 from moefuse.runtime.gemm import mm_into
 from moefuse.runtime.routing import FEW_SLOTS, Group, chunked, groups_of, groups_of_ids, sort_slots

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moefuse.ops.activations import ACTIVATIONS
-from moefuse.ops.call import Body, ExpertsCall, Stack
-from moefuse.ops.reference import accumulation_dtype, split_gate
+from moefuse.ops.meaning.activations import ACTIVATIONS
+from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
+from moefuse.ops.meaning.reference import accumulation_dtype, split_gate
 
 
 def supports(call: ExpertsCall) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefuse.ops.reference import expert_vector, expert_weight
+from moefuse.ops.meaning.reference import expert_vector, expert_weight
 from moefuse.runtime.cpu import Lists
 from moefuse.runtime.gemm import mm_into
 from moefuse.runtime.routing import Group

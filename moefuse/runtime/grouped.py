@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moefuse.ops.call import Stack
-from moefuse.ops.reference import accumulation_dtype, expert_vector
+from moefuse.ops.meaning.call import Stack
+from moefuse.ops.meaning.reference import accumulation_dtype, expert_vector
 from moefuse.runtime.cpu import Lists, back_project, project, sum_slots
 from moefuse.runtime.expert_grads import empty_grads, vector_grads, weight_grads
 from moefuse.runtime.routing import FEW_SLOTS, groups_of, positions, sort_few, sort_slots

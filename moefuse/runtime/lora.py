@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moefuse.ops.activations import ACTIVATIONS
-from moefuse.ops.reference import accumulation_dtype, expert_weight, split_gate
+from moefuse.ops.meaning.activations import ACTIVATIONS
+from moefuse.ops.meaning.reference import accumulation_dtype, expert_weight, split_gate
 from moefuse.runtime.cpu import CHUNK_ROWS, SortedRows, back_project, combine, sum_slots
 from moefuse.runtime.expert_grads import add_bias_products, empty_grads, vector_grads, weight_grads
 from moefuse.runtime.routing import Group, chunked, groups_of, positions, sort_slots

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
-from moefuse import _torch_private, cache_folder, environment, slow_paths
+from moefuse import _torch_private
 from moefuse.errors import first_line
+from moefuse.machine import cache_folder, environment, slow_paths
 from moefuse.runtime.gemm import WIDENED
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefuse import environment
+from moefuse.machine import environment
 
 Work = Callable[[], Tensor]
 

@@ -1,7 +1,7 @@
 """Who computes an op: ordered providers, each saying in one function what it supports.
 
 A provider is a pair of functions for one op, both called with the op's arguments in schema order, those of the experts ops as one
-(:class:`~moefuse.ops.call.ExpertsCall` and the calls of ``moefuse/ops/grad_calls.py`` and ``moefuse/ops/lora.py``):
+(:class:`~moefuse.ops.meaning.call.ExpertsCall` and the calls of ``moefuse/ops/meaning/grad_calls.py`` and ``moefuse/ops/lora.py``):
 ``supports(*args) -> None`` when it can run them, else a short reason; ``run(*args) -> result``. They are asked in order, the first that
 supports the call runs it, and the portable implementation, which supports everything, is last. A GPU family under ``kernels/`` calls
 :func:`register` when it is imported. The arrays that pass from one op to the next (h, order, offsets) have one layout, given in
@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from moefuse.ops.call import first_tensor
-from moefuse.ops.recipe import route_reference
-from moefuse.ops.reference import router_logits_reference, topk_reference
+from moefuse.ops.meaning.call import first_tensor
+from moefuse.ops.meaning.recipe import route_reference
+from moefuse.ops.meaning.reference import router_logits_reference, topk_reference
 from moefuse.runtime import backward, coded, cpu, dense, grouped, lora, native, ranks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefuse.ops.reference import accumulation_dtype
+from moefuse.ops.meaning.reference import accumulation_dtype
 
 
 def slots_of(ids: Tensor, place: Tensor) -> Tensor:

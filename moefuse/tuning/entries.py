@@ -1,7 +1,7 @@
 """One measurement as data, and the check that a text from disk is one.
 
 A file in the user's cache folder may be old, cut off, or edited: every field is compared with its type and its bounds before it is
-believed. The fields are those of the dataclasses in ``kernels/triton/problem.py``, whichever these are.
+believed. The fields are those of the dataclasses in ``moefuse/tuning/problem.py``, whichever these are.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from moefuse.kernels.triton.problem import Config, Problem, Tiles, Vectors
-from moefuse.ops.reference import GATINGS
+from moefuse.ops.meaning.reference import GATINGS
+from moefuse.tuning.problem import Config, Problem, Tiles, Vectors
 
 MAX_SIZE = 1 << 40
 """Bound of the sizes of a problem."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.problem import Problem
 from moefuse.spec import ExpertsSpec
+from moefuse.tuning.problem import Problem
 from moefuse.tuning.weak_tensor import WeakTensor
 
 MAX_SITES = 4096

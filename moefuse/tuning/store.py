@@ -20,9 +20,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moefuse import _torch_private, cache_folder, environment
-from moefuse.kernels.triton.problem import Problem
+from moefuse import _torch_private
+from moefuse.machine import cache_folder, environment
 from moefuse.tuning.entries import Entry, InvalidEntryError, Pair, key_of, parse
+from moefuse.tuning.problem import Problem
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moefuse.steps import Run
+from moefuse.program.steps import Run
 from moefuse.view.text import escaped
 
 WIDTH, COLUMN = 460, 190

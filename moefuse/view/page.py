@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moefuse._version import __version__
-from moefuse.grouping import grouped_fused, grouped_skipped, module_names
+from moefuse.report.grouping import grouped_fused, grouped_skipped, module_names
 from moefuse.spec import ExpertsSpec
 from moefuse.view.drawing import drawing
 from moefuse.view.source import excerpt, split
@@ -20,7 +20,7 @@ from moefuse.view.text import amount, escaped, marked_up, tag
 from moefuse.view.tree import Marks, tree
 
 if TYPE_CHECKING:
-    from moefuse.report import Fused, FusionReport, Skipped
+    from moefuse.report.report import Fused, FusionReport, Skipped
 
 _ROOM = Path(__file__).parent
 BREAKS = 12

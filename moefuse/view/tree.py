@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moefuse.module_tree import Tree
+from moefuse.program.module_tree import Tree
 from moefuse.view.text import amount, escaped, tag
 
 Marks = Mapping[tuple[str, ...], str]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from moefuse._dynamo.values import unbacked_in
-from moefuse.ops.call import Body
+from moefuse.capture.dynamo.values import unbacked_in
+from moefuse.ops.meaning.call import Body
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.infer.state import Context

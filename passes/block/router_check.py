@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.ops.recipe import Recipe
+from moefuse.ops.meaning.recipe import Recipe
 from moefuse.passes.graph.calls import call_target, fake, tensor
 from moefuse.passes.prove.synthetic_inputs import hint
 

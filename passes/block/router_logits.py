@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.ops.recipe import few_rows
+from moefuse.ops.meaning.recipe import few_rows
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import call_of, tensor
 from moefuse.passes.graph.matmuls import READ, Operands, operands

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from moefuse.ops.recipe import Recipe
+from moefuse.ops.meaning.recipe import Recipe
 from moefuse.passes.block.router_check import Router, agrees
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import Call, call_of, fake, tensor

@@ -49,7 +49,7 @@ class Joined:
 
     Attributes:
         experts: the op of the routed experts.
-        error: of the verification, as in ``moefuse.report.Fused``; None if switched off.
+        error: of the verification, as in ``moefuse.report.report.Fused``; None if switched off.
         add, result: the sum, and what stands in its place.
     """
 

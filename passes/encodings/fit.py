@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from moefuse.ops.encoding import DTYPES, Encoding, Packing, counts_from
+from moefuse.ops.meaning.encoding import DTYPES, Encoding, Packing, counts_from
 from moefuse.passes.encodings.formula import Formula, formula
 from moefuse.passes.encodings.memory import Strided
 from moefuse.passes.encodings.part import Coded, Part

@@ -21,7 +21,7 @@ from torch import Tensor
 import moefuse
 from moefuse import _torch_private
 from moefuse.passes.graph.op_classes import BROADCASTS, COPIES, RESHAPES, TURNS
-from moefuse.stops import of_the_user
+from moefuse.program.breaks import of_the_user
 
 ROWS, BIAS, GRADIENT, CODES, SCALES, OTHER = "rows", "a bias", "a gradient", "codes", "scales", "a tensor that is not the weight's own"
 _HERE = str(Path(moefuse.__file__).parent)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from moefuse.ops.encoding import EXPONENTS, LDEXP, POWERS, exponents
+from moefuse.ops.meaning.encoding import EXPONENTS, LDEXP, POWERS, exponents
 from moefuse.passes.encodings.table import all_bytes, equal
 from moefuse.passes.encodings.terms import CAST, Apply, Read, Term, UnreadError, device_of, evaluate, leaves, reads
 from moefuse.passes.graph.calls import tensor

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.encoding import NAMED, Encoding
+from moefuse.ops.meaning.encoding import NAMED, Encoding
 from moefuse.passes.encodings.inner import Inner, inner, like
 from moefuse.passes.encodings.part import Coded
 from moefuse.passes.encodings.table import all_bytes

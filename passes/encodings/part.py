@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from moefuse.ops.encoding import Encoding
+from moefuse.ops.meaning.encoding import Encoding
 from moefuse.passes.encodings.memory import Strided
 from moefuse.passes.graph.named import named
 

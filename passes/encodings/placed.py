@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefuse.ops.encoding import NAMED, Packing
+from moefuse.ops.meaning.encoding import NAMED, Packing
 
 _BYTES: tuple[tuple[int, ...], ...] = ((0, 4), (4, 0))
 _WORDS: tuple[tuple[int, ...], ...] = (tuple(range(0, 32, 4)), (0, 16, 4, 20, 8, 24, 12, 28), *_BYTES)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefuse.ops.encoding import Packing
+from moefuse.ops.meaning.encoding import Packing
 
 _EVERY, _SOME, _PER_EXPERT = 1 << 16, 4096, 48
 """As many weights are all looked at; else so many anywhere, and so many of each expert."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from moefuse.ops.encoding import dequantise
+from moefuse.ops.meaning.encoding import dequantise
 from moefuse.passes.encodings.alike import signature
 from moefuse.passes.encodings.elements import is_number
 from moefuse.passes.encodings.moves import memory_of

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefuse.errors import first_line
-from moefuse.ops.encoding import BITS, DTYPES, EXPONENTS, MADE, Encoding, codes_of, dequantise
+from moefuse.ops.meaning.encoding import BITS, DTYPES, EXPONENTS, MADE, Encoding, codes_of, dequantise
 from moefuse.passes.encodings.inner import Inner, inner, like
 from moefuse.passes.encodings.made_up import Roles, drawn, size_of, spread, unscaled
 from moefuse.passes.encodings.own import refuse_another_gradient, refuse_limited, refuse_more

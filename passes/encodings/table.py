@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from moefuse.ops.encoding import BITS, NAMED
+from moefuse.ops.meaning.encoding import BITS, NAMED
 from moefuse.passes.encodings.terms import Apply, Const, Read, Term, UnreadError, device_of, evaluate, leaves
 
 _CODES = 1 << BITS

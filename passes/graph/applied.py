@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moefuse.capture import dummies
-from moefuse.capture.assumptions import Assumption
+from moefuse.passes.graph.assumptions import Assumption
 from moefuse.passes.graph.calls import call_of, tensor
 from moefuse.passes.graph.op_classes import MODES, draws
 from moefuse.passes.graph.writes import changed

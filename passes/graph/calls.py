@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.flows import place_in
-from moefuse.module_names import MODULE, source_path
+from moefuse.evidence.flows import place_in
 from moefuse.passes.graph.aten import as_function
 from moefuse.passes.graph.custom import as_aten
+from moefuse.passes.graph.module_names import MODULE, source_path
 from moefuse.passes.graph.values import fake, tensor
 from moefuse.passes.graph.writes import known_function, plain_name, written
 

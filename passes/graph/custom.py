@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from moefuse import _torch_private
-from moefuse._dynamo.values import hint
+from moefuse.capture.dynamo.values import hint
 from moefuse.passes.graph.values import tensor
 
 _PASSED = ("detach", "alias")

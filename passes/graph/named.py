@@ -12,7 +12,7 @@ from torch.fx import Node
 from moefuse import _torch_private
 from moefuse.passes.graph.calls import location, raw_name
 from moefuse.passes.graph.values import fake
-from moefuse.stops import of_the_user
+from moefuse.program.breaks import of_the_user
 
 _LONGEST = 60
 """Longer expressions say less than the name of what they compute."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from moefuse.ops.held import holds
+from moefuse.ops.meaning.held import holds
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Expr, Leaf, rewritten, weight_leaves

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import Graph, Node
 
-from moefuse._dynamo.values import unbacked_in
-from moefuse.capture.assumptions import Assumption
+from moefuse.capture.dynamo.values import unbacked_in
+from moefuse.passes.graph.assumptions import Assumption
 from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.levels import levels
 from moefuse.passes.graph.modes import modes

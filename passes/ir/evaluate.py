@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moefuse.ops.encoding import dequantise
-from moefuse.ops.token_codes import as_rounded, unsure
+from moefuse.ops.meaning.encoding import dequantise
+from moefuse.ops.meaning.token_codes import as_rounded, unsure
 from moefuse.passes.graph.values import tensor
 from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Gate, Held, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.ops.encoding import Encoding
+from moefuse.ops.meaning.encoding import Encoding
 from moefuse.passes.graph.calls import tensor
 
 

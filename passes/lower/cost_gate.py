@@ -16,7 +16,6 @@ import torch
 from torch.fx import Node
 
 from moefuse.kernels.triton.config import table_times
-from moefuse.kernels.triton.problem import Problem, problem_of
 from moefuse.passes.graph.calls import fake, raw_name
 from moefuse.passes.graph.op_classes import FILLS, METADATA, MODES, RESHAPES
 from moefuse.passes.infer.state import Context
@@ -25,6 +24,7 @@ from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower.program import name_of
 from moefuse.tuning import store
 from moefuse.tuning.entries import Pair, key_of
+from moefuse.tuning.problem import Problem, problem_of
 
 LOOPED = 8
 """Fewer experts of one product each, in a layer that is compiled alone, are trained faster in their loop than by the ops

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.ops.call import ExpertsCall
 from moefuse.ops.coded import CodedCall
 from moefuse.ops.lora import LoraCall
+from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.passes.graph.calls import fake
 from moefuse.runtime import providers
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from moefuse.ops.encoding import Encoding
+from moefuse.ops.meaning.encoding import Encoding
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.ir.evaluate import flat_shapes
 from moefuse.passes.ir.expr import Held, Leaf, Linear, walk

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moefuse import _torch_private
-from moefuse.capture.assumptions import Assumption
+from moefuse.passes.graph.assumptions import Assumption
 from moefuse.passes.graph.calls import call_of, fake
 from moefuse.passes.graph.named import named
 from moefuse.passes.infer.state import Context

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.capture.assumptions import Assumption
+from moefuse.passes.graph.assumptions import Assumption
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import fake, location, module_path
 from moefuse.passes.infer.state import Context

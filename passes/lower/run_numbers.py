@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moefuse._dynamo.values import unbacked_in
+from moefuse.capture.dynamo.values import unbacked_in
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import Call, fake, tensor
 from moefuse.passes.graph.sizes import shape_of, size_of

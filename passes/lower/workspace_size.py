@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from moefuse.kernels.triton.problem import hint
-from moefuse.ops.call import ExpertsCall
+from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.lower.cost_gate import experts_call
 from moefuse.runtime import providers
+from moefuse.tuning.problem import hint
 
 DEVICES = {"cuda"}
 

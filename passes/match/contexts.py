@@ -13,7 +13,7 @@ from moefuse.passes.graph.modes import Contexts, Mode
 from moefuse.passes.graph.named import named
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Lost
-from moefuse.stops import of_the_user, parsed
+from moefuse.program.breaks import of_the_user, parsed
 
 
 def differ(ctx: Context, node: Node, anchor: Node, *, grads: bool) -> Lost:

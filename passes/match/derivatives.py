@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.activations import ACTIVATIONS
+from moefuse.ops.meaning.activations import ACTIVATIONS
 from moefuse.passes.ir.evaluate import apply
 from moefuse.passes.ir.expr import Cast, Expr, Op
 from moefuse.passes.ir.expr_algebra import same_expr

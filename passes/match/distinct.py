@@ -7,7 +7,7 @@ from torch.fx import Node
 from moefuse.passes.graph.named import named
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Lost, Routing
-from moefuse.stops import resumed_at
+from moefuse.program.breaks import resumed_at
 
 
 def may_repeat(ctx: Context, anchor: Node, routing: Routing) -> Lost:

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph
 
 from moefuse import _torch_private
-from moefuse._dynamo.values import hint, marked_dims
+from moefuse.capture.dynamo.values import hint, marked_dims
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.graph.sizes import supposing, undecided
 from moefuse.passes.infer.routings import unknown_slots

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse._dynamo.values import unbacked_in
+from moefuse.capture.dynamo.values import unbacked_in
 from moefuse.passes.graph.calls import Call, fake
 from moefuse.passes.graph.op_classes import ASSERTS, MODES, SIZE_QUERIES, draws
 from moefuse.passes.graph.sharded import is_gathered

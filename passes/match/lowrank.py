@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse._dynamo.values import hint
+from moefuse.capture.dynamo.values import hint
 from moefuse.passes.graph.calls import fake, location, tensor
 from moefuse.passes.graph.matmuls import operands
 from moefuse.passes.graph.op_classes import PRODUCTS, SIZE_QUERIES

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moefuse._dynamo.values import always, unbacked, unbacked_in
+from moefuse.capture.dynamo.values import always, unbacked, unbacked_in
 from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.graph.op_classes import ASSERTS, COUNTED
 from moefuse.passes.graph.sizes import product, shape_of

@@ -19,7 +19,7 @@ from moefuse.passes.match.families import Families, apart
 from moefuse.passes.match.liveness import unread
 from moefuse.passes.match.unexplained import choices, decided, of_tokens, weights_of
 from moefuse.passes.rules import rule_of
-from moefuse.stops import resumed_at
+from moefuse.program.breaks import resumed_at
 
 #: what a sum looks like after one expert was lost on the way: the loss says more
 _CONSEQUENCES = frozenset(("missing-experts", "experts-differ", "not-weighted", "ids-not-distinct"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from moefuse.capture.assumptions import Assumption
+from moefuse.passes.graph.assumptions import Assumption
 from moefuse.passes.ir.expr import ExpertVector, Expr, Gate, Leaf, Linear, SharedVector, SlotWeight, Token, rewritten, walk
 from moefuse.passes.ir.facts import Part, RowNumber
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.ops.held import holds
+from moefuse.ops.meaning.held import holds
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.modes import autocast_dtype
 from moefuse.passes.graph.named import named
@@ -46,8 +46,8 @@ from moefuse.passes.match.contexts import differ
 from moefuse.passes.match.encodings import encoded
 from moefuse.passes.match.liveness import unread
 from moefuse.passes.match.transformed import transformed
+from moefuse.program.breaks import resumed_at
 from moefuse.spec import Domain
-from moefuse.stops import resumed_at
 
 #: where the ops are at least as fast as what they replace; elsewhere the program stays as it is
 _DEVICES = frozenset(("cpu", "cuda"))

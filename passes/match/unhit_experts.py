@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from moefuse.capture.assumptions import Assumption
+from moefuse.passes.graph.assumptions import Assumption
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import location, tensor
 from moefuse.passes.graph.sharded import gather_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from moefuse._dynamo.values import hint
+from moefuse.capture.dynamo.values import hint
 from moefuse.passes.graph.calls import location, tensor
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.infer.state import Context

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from moefuse._dynamo.values import unbacked_in
-from moefuse.capture.assumptions import Assumption
+from moefuse.capture.dynamo.values import unbacked_in
+from moefuse.passes.graph.assumptions import Assumption
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Hit, Index, IndexMatrix, Mask, Routing, Rows

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moefuse._dynamo.values import unbacked_in
-from moefuse.capture.assumptions import TAG, Assumption, Undischarged
+from moefuse.capture.dynamo.values import unbacked_in
+from moefuse.passes.graph.assumptions import TAG, Assumption, Undischarged
 from moefuse.passes.graph.calls import call_target, fake, location
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import SIZE_QUERIES

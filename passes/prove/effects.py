@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from moefuse.capture.siblings import keep
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.graph.named import named, wrote
 from moefuse.passes.graph.op_classes import ASSERTS, MODES, SIZE_QUERIES, draws
 from moefuse.passes.graph.sharded import is_gathered
+from moefuse.passes.graph.siblings import keep
 from moefuse.passes.infer.state import Context, Standin
 from moefuse.passes.match.liveness import plain_value, pure, users_own
 

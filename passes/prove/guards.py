@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.capture.assumptions import Assumption
+from moefuse.passes.graph.assumptions import Assumption
 from moefuse.passes.graph.calls import call_of, fake
 from moefuse.passes.graph.op_classes import CASTS, SHAPED
 from moefuse.passes.graph.sizes import shape_of, size_of

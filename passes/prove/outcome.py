@@ -16,7 +16,7 @@ from moefuse.passes.graph.calls import call_of, location, module_path, tensor
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.prove.forced import close, tolerance
 from moefuse.passes.prove.surroundings import lowest, rms, same_bits
-from moefuse.report import Skipped
+from moefuse.report.report import Skipped
 
 
 @dataclass(eq=False)

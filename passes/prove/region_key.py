@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.capture.assumptions import Assumption
+from moefuse.passes.graph.assumptions import Assumption
 from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.graph.sharded import is_root
 from moefuse.passes.graph.sizes import shape_of

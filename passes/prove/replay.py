@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.capture.assumptions import Assumption
+from moefuse.passes.graph.assumptions import Assumption
 from moefuse.passes.graph.calls import call_of, fake
 from moefuse.passes.graph.modes import entered
 from moefuse.passes.infer.backward_slice import execute

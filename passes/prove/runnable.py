@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moefuse.capture.assumptions import Assumption
+from moefuse.passes.graph.assumptions import Assumption
 from moefuse.passes.graph.calls import call_of, fake
 from moefuse.passes.graph.op_classes import ASSERTS
 from moefuse.passes.prove.synthetic_inputs import hint

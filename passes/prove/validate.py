@@ -16,18 +16,18 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from moefuse import _torch_private
-from moefuse.capture.assumptions import Assumption
 from moefuse.errors import first_line
+from moefuse.passes.graph.assumptions import Assumption
 from moefuse.passes.graph.calls import call_of
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.prove.copies import Copies, Drawn, inputs
 from moefuse.passes.prove.forced import Forced
 from moefuse.passes.prove.outcome import Outcome, differences, lowest_of, refusal, shared
 from moefuse.passes.prove.runnable import ModuleState, Runnable, translated
-from moefuse.report import Skipped
+from moefuse.report.report import Skipped
 
 if TYPE_CHECKING:
-    from moefuse.snapshot import Saved
+    from moefuse.passes.graph.snapshot import Saved
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ import torch
 from torch.fx import Node
 
 from moefuse import _torch_private
-from moefuse.capture.assumptions import Assumption
 from moefuse.passes.encodings.part import Coded
+from moefuse.passes.graph.assumptions import Assumption
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.evaluate import Rows64
 from moefuse.passes.ir.regions import Region

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moefuse import Options, pipeline
+from moefuse import Options
 from moefuse.capture import entry
-from moefuse.report import FusionReport
+from moefuse.pipeline import rewrite
+from moefuse.report.report import FusionReport
 from tests.programs.loops import KINDS, H, logits_for
 
 
@@ -34,7 +35,7 @@ def capturing(seen: Seen, options: Options | None = None, behind: str = "eager")
     own = options or Options()
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        seen.report.extend(pipeline.rewrite(gm, example_inputs, own, entry.frame()))
+        seen.report.extend(rewrite.rewrite(gm, example_inputs, own, entry.frame()))
         seen.graphs.append(gm)
         return gm.forward if behind == "eager" else torch._dynamo.lookup_backend(behind)(gm, example_inputs)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.encoding import EXPONENTS, LDEXP, MADE, NAMED, POWERS, Encoding, Packing, dequantise
+from moefuse.ops.meaning.encoding import EXPONENTS, LDEXP, MADE, NAMED, POWERS, Encoding, Packing, dequantise
 from tests.cpu.ops_case import Case
 
 LOW_FIRST, HIGH_FIRST = (0, 4), (4, 0)

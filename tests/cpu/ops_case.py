@@ -10,7 +10,7 @@ from torch import Tensor
 
 import moefuse.ops  # noqa: F401  (registers torch.ops.moefuse)
 from moefuse.ops import ACTIVATIONS, experts_reference
-from moefuse.ops.call import ExpertsCall
+from moefuse.ops.meaning.call import ExpertsCall
 
 ARGS = {"swiglu_oai": [1.7, 0.6], "silu_clamp": [0.6]}
 GATED = ("merged", "interleaved", "separate")

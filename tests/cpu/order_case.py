@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moefuse.ops import autograd
-from moefuse.ops.call import ExpertsCall
-from moefuse.ops.encoding import Encoding, Rounding
-from moefuse.ops.recipe import Recipe
+from moefuse.ops.meaning.call import ExpertsCall
+from moefuse.ops.meaning.encoding import Encoding, Rounding
+from moefuse.ops.meaning.recipe import Recipe
 from tests.cpu.coded_case import ENCODINGS, coded, hold
 from tests.cpu.lora_case import SCALES, Sizes
 from tests.cpu.lora_case import arguments as lora_arguments

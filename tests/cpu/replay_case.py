@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moefuse
 from moefuse import _torch_private
-from moefuse._dynamo import armed
+from moefuse.capture.dynamo import armed
 from moefuse.replay import calls
 
 H, I, E, K = 8, 12, 5, 2  # noqa: E741  (the letters of moefuse.spec)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops.call import ExpertsCall
+from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.ops.schema import SCHEMAS
 from tests.cpu import lora_case, ops_case
 from tests.cpu.aligned_case import Aligned

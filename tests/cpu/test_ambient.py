@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import moefuse
-from moefuse import Options, pipeline
+from moefuse import Options
+from moefuse.pipeline import rewrite
 from tests.cpu.capture_case import Seen, capturing
 from tests.zoo import tiny
 
@@ -151,7 +152,7 @@ def test_hooks_are_back_behind_a_rewrite() -> None:
             if failing:
                 patch.setattr("moefuse.passes.driver.fuse", broken)
             before = torch.is_autocast_cache_enabled()
-            pipeline.rewrite(torch.fx.symbolic_trace(nn.Linear(2, 2)), None, Options())
+            rewrite.rewrite(torch.fx.symbolic_trace(nn.Linear(2, 2)), None, Options())
             assert torch.is_autocast_cache_enabled() == before
             assert not calls
             torch.ones(1, requires_grad=True).exp()
@@ -301,7 +302,7 @@ def test_a_called_backend_leaves_no_trace() -> None:
     calls: list[int] = []
     before = surroundings()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (calls.append(1), t)[1], lambda t: t):
-        report = pipeline.rewrite(graphs[0], None, Options())
+        report = rewrite.rewrite(graphs[0], None, Options())
     assert surroundings() == before
     assert not calls
     assert len(report.fused) == 1, report

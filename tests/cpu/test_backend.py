@@ -22,9 +22,11 @@ import pytest
 import torch
 
 import moefuse
-from moefuse import _torch_private, history, publish
+from moefuse import _torch_private
 from moefuse.inductor_pass import CacheStamp
-from moefuse.report import Fused, Skipped
+from moefuse.pipeline import publish
+from moefuse.report import history
+from moefuse.report.report import Fused, Skipped
 from moefuse.spec import ExpertsSpec
 from tests.conftest import StubDriver
 from tests.programs.refused import plain

@@ -14,8 +14,8 @@ from torch._dynamo.utils import counters
 
 import moefuse
 from moefuse import FusionError, _torch_private
-from moefuse._dynamo import points
 from moefuse.capture import entry
+from moefuse.capture.dynamo import points
 from moefuse.capture.frame import Frame
 from tests.cpu.capture_case import Packed, Seen, call, capturing, plain, same
 from tests.programs import loops

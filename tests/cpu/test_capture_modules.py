@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moefuse.capture import siblings
-from moefuse.capture.siblings import different, keep
+from moefuse.passes.graph import siblings
+from moefuse.passes.graph.siblings import different, keep
 from tests.cpu.capture_case import Packed, Seen, capturing, check, plain
 from tests.programs.loops import H, I, K
 
@@ -72,15 +72,15 @@ class Loop(nn.Module):
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many bodies each graph was written with when Dynamo was done with it; see `bodies`."""
     found: list[int] = []
-    from moefuse import pipeline
+    from moefuse.pipeline import rewrite
 
-    original = pipeline.rewrite
+    original = rewrite.rewrite
 
     def counting(gm: torch.fx.GraphModule, *args: object) -> object:
         found.append(sum("where" in str(n.target) for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem))
         return original(gm, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pipeline, "rewrite", counting)
+    monkeypatch.setattr(rewrite, "rewrite", counting)
     return found
 
 

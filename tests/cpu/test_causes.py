@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import moefuse
 from moefuse import _torch_private
-from moefuse.nothing_found import missing
-from moefuse.report import FusionReport
+from moefuse.diagnosis.missed_layers import missing
+from moefuse.report.report import FusionReport
 from tests.cpu.test_nothing_found import compiled, messages
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moefuse
 from moefuse import _torch_private
-from moefuse._dynamo import checkpoints
+from moefuse.capture.dynamo import checkpoints
 
 pytestmark = pytest.mark.skipif(not checkpoints.available(), reason="this torch breaks graphs at all of them")
 

@@ -14,13 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moefuse
-from moefuse import Options, cache, cache_folder, pipeline
-from moefuse.kernels.triton.problem import Config, Vectors
+from moefuse import Options, cache
+from moefuse.machine import cache_folder
 from moefuse.passes.lower import cost_gate
 from moefuse.passes.lower.program import NotComparableError
-from moefuse.report import FusionReport
-from moefuse.tuning import compare, sites, store
+from moefuse.pipeline import rewrite
+from moefuse.report.report import FusionReport
+from moefuse.tuning import sites, store
 from moefuse.tuning.entries import Entry, Pair
+from moefuse.tuning.measure import compare
+from moefuse.tuning.problem import Config, Vectors
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "on_the_cpu")
 
@@ -68,7 +71,7 @@ def run(model: nn.Module, x: Tensor, dynamic: bool | None = None, **options: Any
     report = FusionReport()
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        report.extend(pipeline.rewrite(gm, example_inputs, Options(**options)))
+        report.extend(rewrite.rewrite(gm, example_inputs, Options(**options)))
         return gm.forward
 
     with torch.no_grad():
@@ -269,7 +272,7 @@ def test_a_gradient_is_noted() -> None:
     report = FusionReport()
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        report.extend(pipeline.rewrite(gm, example_inputs, Options()))
+        report.extend(rewrite.rewrite(gm, example_inputs, Options()))
         return gm.forward
 
     model = Layer()

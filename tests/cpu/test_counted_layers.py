@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import moefuse
-from moefuse import publish
+from moefuse.pipeline import publish
 from tests.cpu.test_left_frames import Helped, K, Layer, X, mixed
 from tests.programs.effects import changes
 

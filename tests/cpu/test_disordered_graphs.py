@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from moefuse import FusionError, pipeline, snapshot
-from moefuse._dynamo import order
+from moefuse import FusionError
+from moefuse.capture.dynamo import order
+from moefuse.passes.graph import snapshot
+from moefuse.pipeline import rewrite
 from tests.cpu.beside_eager import H, MoE, check
 from tests.cpu.capture_case import Seen, capturing, plain
 
@@ -27,14 +29,14 @@ def _early(gm: fx.GraphModule) -> fx.Node | None:
 @pytest.fixture
 def _disordered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every graph that has both the router and a loop is as torch 2.11 leaves it for a hook on rows."""
-    original = pipeline.rewrite_and_keep
+    original = rewrite.rewrite_and_keep
 
     def rewrite(gm: fx.GraphModule, *args: Any) -> Any:
         if any(n.name.startswith("where") for n in gm.graph.nodes):
             _early(gm)
         return original(gm, *args)
 
-    monkeypatch.setattr(pipeline, "rewrite_and_keep", rewrite)
+    monkeypatch.setattr(rewrite, "rewrite_and_keep", rewrite)
 
 
 class Hooked(MoE):

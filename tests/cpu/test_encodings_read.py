@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from moefuse.ops.encoding import Packing, dequantise, parse
+from moefuse.ops.meaning.encoding import Packing, dequantise, parse
 from moefuse.passes.encodings.alike import Known
 from moefuse.passes.encodings.part import Coded, Part, emit, joined
 from moefuse.passes.encodings.prove import drawn, holds, proved

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moefuse
-from moefuse import FusionError, _torch_private, explaining, publish
+from moefuse import FusionError, _torch_private
+from moefuse.pipeline import publish
+from moefuse.report import quietly
 from tests.cpu.beside_eager import H, MoE
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -85,7 +87,7 @@ PROGRAMS = (Fused, Refused, NothingFound)
 def _no_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moefuse's own backend, and graphs that run as they are behind it; messages are said once for each test."""
     monkeypatch.setattr(_torch_private, "compile_fx", lambda gm, *_: gm.forward)
-    monkeypatch.setattr(explaining, "_said", {})
+    monkeypatch.setattr(quietly, "_said", {})
     monkeypatch.setattr(publish, "_warned", set())
 
 
@@ -178,14 +180,14 @@ def test_a_function_that_raises_changes_no_program(module: str, monkeypatch: pyt
 
 def test_it_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """In the log, once, and as a note."""
-    from moefuse import nothing_found
+    from moefuse.diagnosis import missed_layers
 
     def raises(*_: Any) -> Any:
         raise InjectedError("nothing_found.watch raises")
 
-    monkeypatch.setattr(nothing_found, "watch", raises)
+    monkeypatch.setattr(missed_layers, "watch", raises)
     run(Fused)
-    text = "moefuse could not explain: InjectedError: nothing_found.watch raises (please report it with the logged traceback)"
+    text = "moefuse could not explain: InjectedError: missed_layers.watch raises (please report it with the logged traceback)"
     assert [r.getMessage() for r in caplog.records if "could not explain" in r.getMessage()] == [text]
     report = moefuse.last_report()
     assert report is not None
@@ -210,7 +212,7 @@ def test_strict_keeps_its_meaning(broken: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_expect_keeps_its_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.report import FusionReport
+    from moefuse.report.report import FusionReport
 
     def raises(*_: Any, **__: Any) -> Any:
         raise InjectedError("it raises")
@@ -235,7 +237,7 @@ def test_weights_that_are_made_in_the_first_call() -> None:
 
 
 def test_a_lazy_weight_has_no_shape_yet() -> None:
-    from moefuse.suspects import suspects
+    from moefuse.evidence.suspects import suspects
 
     assert suspects([Lazy()]) == []
-    assert not explaining.notes()
+    assert not quietly.notes()

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moefuse import pipeline
 from moefuse.capture import entry
 from moefuse.config import Options
-from moefuse.ops.encoding import Rounding
+from moefuse.ops.meaning.encoding import Rounding
 from moefuse.passes.lower import held
-from moefuse.report import FusionReport
+from moefuse.pipeline import rewrite
+from moefuse.report.report import FusionReport
 from tests.programs import fp8
 from tests.programs.fp8 import BK, BN, NO_ZEROS, ZEROS, Absent, Batched, E, Grouped, H, Hit, K, Layer, Listed, Loop, Mx, OfTensors
 
@@ -38,7 +38,7 @@ class Compiled:
         chosen = Options(**options)
 
         def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-            self.report.extend(pipeline.rewrite(gm, example_inputs, chosen, entry.frame()))
+            self.report.extend(rewrite.rewrite(gm, example_inputs, chosen, entry.frame()))
             self.graphs.append(gm)
             return gm.forward
 

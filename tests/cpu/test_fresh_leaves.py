@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefuse._dynamo import fresh_leaves
+from moefuse.capture.dynamo import fresh_leaves
 from tests.cpu.capture_case import Seen, capturing, plain
 
 pytestmark = [

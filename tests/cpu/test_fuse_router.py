@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moefuse.ops.recipe import Recipe, route_reference
+from moefuse.ops.meaning.recipe import Recipe, route_reference
 from moefuse.passes.block import router_topk
 from tests.cpu.test_router import E, H, K, Layer, T, run
 

@@ -10,7 +10,7 @@ import torch
 from transformers import CompileConfig
 
 import moefuse
-from moefuse import history
+from moefuse.report import history
 from tests.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

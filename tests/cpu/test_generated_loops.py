@@ -14,8 +14,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.torch_version import TorchVersion
 
 import moefuse
-from moefuse import Options, trial
-from moefuse.report import FusionReport
+from moefuse import Options
+from moefuse.diagnosis import trial
+from moefuse.report.report import FusionReport
 from tests.cpu.capture_case import Packed, Seen, call, capturing, plain, same
 from tests.programs import generated
 from tests.programs.generated import Loop

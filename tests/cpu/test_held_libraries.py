@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import moefuse
 from moefuse.passes.match import encodings
-from moefuse.report import FusionReport
+from moefuse.report.report import FusionReport
 from tests.cpu.test_held_weights import Near
 from tests.programs.held import K
 

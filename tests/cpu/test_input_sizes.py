@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefuse import Options, pipeline
+from moefuse import Options
+from moefuse.pipeline import rewrite
 from tests.cpu.capture_case import Seen, capturing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -184,7 +185,7 @@ def test_nobody_asks_the_guards_of_an_exported_program() -> None:
         gm = torch.export.export(model, routed(9), dynamic_shapes=({0: rows}, {0: tokens}, {0: tokens})).module()
         for node in gm.graph.nodes:
             node.meta.update({"example_value": node.meta["val"]} if "val" in node.meta else {})
-        report = pipeline.rewrite(gm, [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")], Options())
+        report = rewrite.rewrite(gm, [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")], Options())
         gm.recompile()
         given = routed(5, 11)
         torch.testing.assert_close(gm(*given), model(*given))

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moefuse.ops.activations import ACTIVATIONS
-from moefuse.ops.reference import experts_reference
-from moefuse.report import FusionReport
+from moefuse.ops.meaning.activations import ACTIVATIONS
+from moefuse.ops.meaning.reference import experts_reference
+from moefuse.report.report import FusionReport
 from tests.cpu.capture_case import Seen, capturing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import moefuse
-from moefuse.report import FusionReport
+from moefuse.report.report import FusionReport
 
 H, WIDTH, E, K, T = 16, 12, 4, 2, 9
 
@@ -302,12 +302,13 @@ def test_a_float_that_changes_is_a_number_of_the_graph() -> None:
             out.index_add_(0, tok, expert.down(F.gelu(expert.up(x[tok])).clamp(max=self.config.limit)) * w)
             return out
 
-    from moefuse import Options, pipeline
+    from moefuse import Options
+    from moefuse.pipeline import rewrite
 
     found = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        found.append(pipeline.rewrite(gm, example_inputs, Options()))
+        found.append(rewrite.rewrite(gm, example_inputs, Options()))
         return gm.forward
 
     model, x = Limited().eval(), torch.randn(T, H)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import moefuse
-from moefuse import history
+from moefuse.report import history
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moefuse
-from moefuse.suspects import suspects
+from moefuse.evidence.suspects import suspects
 from tests.programs.check import Outcome, light
 from tests.programs.refused.found import NothingFound
 from tests.programs.refused.plain import E, H, I, K, Plain, T

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefuse.report import FusionReport
+from moefuse.report.report import FusionReport
 from tests.cpu.capture_case import Seen, call, capturing, same
 
 E, H, T = 4, 8, 9

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from moefuse.ops.encoding import Encoding, Rounding
-from moefuse.ops.reference import experts_reference
+from moefuse.ops.meaning.encoding import Encoding, Rounding
+from moefuse.ops.meaning.reference import experts_reference
 from moefuse.ops.schema import SCHEMAS
 from tests.cpu import lora_case
 from tests.cpu.coded_case import ENCODINGS, coded, hold
@@ -132,8 +132,8 @@ SCORES = {"softmax": (False, True), "sigmoid": (True, False)}
 @pytest.mark.parametrize("score", SCORES)
 def test_ops_of_inference_have_tangents(score: str) -> None:
     """They have no gradients, which they say; forward-mode AD is asked for without any."""
-    from moefuse.ops.recipe import Recipe, route_reference
-    from moefuse.ops.reference import router_logits_reference
+    from moefuse.ops.meaning.recipe import Recipe, route_reference
+    from moefuse.ops.meaning.reference import router_logits_reference
 
     by_choice, renormalise = SCORES[score]
     recipe = Recipe(2, score, by_choice=by_choice, renormalise=renormalise)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops.call import ExpertsCall
-from moefuse.ops.encoding import Encoding
+from moefuse.ops.meaning.call import ExpertsCall
+from moefuse.ops.meaning.encoding import Encoding
 from moefuse.runtime import cpu
 from tests.cpu.coded_case import ENCODINGS, coded
 from tests.cpu.ops_case import Case, assert_as_exact, reference, run, to

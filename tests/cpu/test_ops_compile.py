@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moefuse.ops.call import ExpertsCall
+from moefuse.ops.meaning.call import ExpertsCall
 from tests.cpu.ops_case import Case, assert_as_exact, leaves, reference, run, to
 
 CHECKED = [

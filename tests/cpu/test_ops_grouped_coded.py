@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops.encoding import Rounding
+from moefuse.ops.meaning.encoding import Rounding
 from moefuse.runtime import grouped
 from tests.cpu.coded_case import ENCODINGS, Held, hold
 

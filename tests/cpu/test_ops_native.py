@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
-from moefuse import _torch_private, cache_folder, slow_paths
+from moefuse import _torch_private
+from moefuse.machine import cache_folder, slow_paths
 from moefuse.ops import ACTIVATIONS
-from moefuse.ops.call import Body, ExpertsCall
+from moefuse.ops.meaning.call import Body, ExpertsCall
 from moefuse.runtime import native, providers
 from tests.cpu.ops_case import Case, assert_as_exact, every_body, reference, run, tensors, to
 

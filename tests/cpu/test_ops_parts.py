@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moefuse.ops import autograd
-from moefuse.ops.grad_calls import Needs
+from moefuse.ops.meaning.grad_calls import Needs
 from moefuse.runtime import native, providers
 from tests.cpu.ops_case import Case, leaves, reference, run
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops.activations import ACTIVATIONS
-from moefuse.ops.call import ExpertsCall
 from moefuse.ops.coded import CodedCall
-from moefuse.ops.encoding import EXPONENTS, Encoding, Rounding, dequantise, parse
-from moefuse.ops.grad_calls import GradCall, Needs
-from moefuse.ops.reference import split_gate
-from moefuse.ops.token_codes import as_rounded
+from moefuse.ops.meaning.activations import ACTIVATIONS
+from moefuse.ops.meaning.call import ExpertsCall
+from moefuse.ops.meaning.encoding import EXPONENTS, Encoding, Rounding, dequantise, parse
+from moefuse.ops.meaning.grad_calls import GradCall, Needs
+from moefuse.ops.meaning.reference import split_gate
+from moefuse.ops.meaning.token_codes import as_rounded
 from moefuse.runtime import backward
 from tests.cpu.coded_case import coded
 from tests.cpu.ops_case import Case

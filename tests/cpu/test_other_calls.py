@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moefuse
-from moefuse import publish
+from moefuse.pipeline import publish
 from tests.cpu.capture_case import Seen, capturing
 from tests.cpu.test_input_sizes import E, Experts, H
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from moefuse import last_report, pipeline
+from moefuse import last_report
 from moefuse.capture import entry
 from moefuse.config import Options
-from moefuse.report import FusionReport, Skipped
+from moefuse.pipeline import rewrite
+from moefuse.report.report import FusionReport, Skipped
 from tests.cpu.test_verify import Light
 from tests.programs import packed
 from tests.programs.packed import (
@@ -52,7 +53,7 @@ def report_of(model: nn.Module, x: Tensor, *, captured: bool = False) -> FusionR
     report = FusionReport()
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        report.extend(pipeline.rewrite(gm, example_inputs, Options(), entry.frame()))
+        report.extend(rewrite.rewrite(gm, example_inputs, Options(), entry.frame()))
         return gm.forward
 
     if captured:

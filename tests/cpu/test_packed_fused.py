@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moefuse
-from moefuse import pipeline
 from moefuse.capture import entry
 from moefuse.config import Options
 from moefuse.passes.match import encodings
-from moefuse.report import FusionReport
+from moefuse.pipeline import rewrite
+from moefuse.report.report import FusionReport
 from tests.programs import packed
 from tests.programs.packed import SPELLINGS, Gated
 
@@ -37,7 +37,7 @@ class Compiled:
         options = options or Options()
 
         def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-            self.report.extend(pipeline.rewrite(gm, example_inputs, options, entry.frame()))
+            self.report.extend(rewrite.rewrite(gm, example_inputs, options, entry.frame()))
             self.graphs.append(gm)
             return gm.forward
 

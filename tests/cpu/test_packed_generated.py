@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from moefuse import pipeline
 from moefuse.config import Options
 from moefuse.passes.match import encodings, whole_stacks
-from moefuse.report import FusionReport
+from moefuse.pipeline import rewrite
+from moefuse.report.report import FusionReport
 from tests.cpu.recorded_case import recorded
 from tests.cpu.test_encodings_generated import E, K, N, Program, programs
 from tests.cpu.test_packed_fused import Compiled
@@ -153,7 +153,7 @@ def _compiled(model: Generated, x: Tensor) -> tuple[Tensor, FusionReport]:
 
 def _recorded(model: Generated, x: Tensor) -> tuple[Tensor, FusionReport]:
     gm, inputs = recorded(model, x)
-    report = pipeline.rewrite(gm, inputs, Options(), None)
+    report = rewrite.rewrite(gm, inputs, Options(), None)
     (out,) = gm(*inputs)
     return out, report
 

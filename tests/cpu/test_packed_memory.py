@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefuse import pipeline
 from moefuse.capture import entry
 from moefuse.config import Options
 from moefuse.passes.match import encodings, whole_stacks
+from moefuse.pipeline import rewrite
 from tests.cpu.peak_memory import peak
 from tests.programs.packed_adapters import Adapted, Beside
 from tests.programs.packed_forms import Domain, E, Form, H, Packed
@@ -63,7 +63,7 @@ def peak_of(model: Form | Adapted, x: Tensor, *, fused: bool) -> int:
     found: list[Any] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        report = pipeline.rewrite(gm, inputs, Options(), entry.frame()) if fused else None
+        report = rewrite.rewrite(gm, inputs, Options(), entry.frame()) if fused else None
         assert report is None or [f.spec.encoding != "" for f in report.fused] == [True], str(report)
         if fused:
             gm.graph.eliminate_dead_code()  # as every compiler behind does
@@ -106,7 +106,7 @@ def test_no_more_than_without_moefuse(form: str, tokens: int, monkeypatch: pytes
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         found.append(peak(lambda: gm(*inputs)))
-        pipeline.rewrite(gm, inputs, Options(), entry.frame())
+        rewrite.rewrite(gm, inputs, Options(), entry.frame())
         gm.graph.eliminate_dead_code()
         gm.recompile()
         found.append(peak(lambda: gm(*inputs)))

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefuse import Options, pipeline
-from moefuse.report import FusionReport
+from moefuse import Options
+from moefuse.pipeline import rewrite
+from moefuse.report.report import FusionReport
 from tests.cpu.test_messages import WIDTH, E, H, K, Layer, T
 
 Share = Callable[..., Tensor]
@@ -149,7 +150,7 @@ def ran(layer: Layer, x: Tensor) -> tuple[FusionReport, list[Tensor]]:
     found: list[FusionReport] = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        found.append(pipeline.rewrite(gm, example_inputs, Options()))
+        found.append(rewrite.rewrite(gm, example_inputs, Options()))
         return gm.forward
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):

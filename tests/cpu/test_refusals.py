@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from moefuse import FusionError, Options, nothing_found, pipeline
+from moefuse import FusionError, Options
 from moefuse.capture import entry
+from moefuse.diagnosis import missed_layers
 from moefuse.errors import CODES
-from moefuse.report import FusionReport
+from moefuse.pipeline import rewrite
+from moefuse.report.report import FusionReport
 from tests.programs import refused
 from tests.programs.refused.choices import (
     Capacity,
@@ -308,7 +310,7 @@ def compiled(model: nn.Module, options: Options, report: FusionReport, *, captur
     """The model with moefuse's passes and eager execution of what they leave."""
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        report.extend(pipeline.rewrite(gm, example_inputs, options, entry.frame()))
+        report.extend(rewrite.rewrite(gm, example_inputs, options, entry.frame()))
         ours = {str(node.target) for node in gm.graph.nodes if "moefuse" in str(node.target)}
         assert ours <= {"moefuse.gathered.default"}, gm.graph  # (which is the user's own)
         return gm.forward
@@ -347,7 +349,7 @@ def test_refusal(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, report = case.program().train().to(case.device), FusionReport()
     x = torch.randn(T, H, device=case.device)
     got = outputs_and_gradients(compiled(model, case.options, report, captured=case.captured), model, x)
-    report.skipped += nothing_found.missing(report, (model,), case.options)
+    report.skipped += missed_layers.missing(report, (model,), case.options)
 
     assert report.fused == []
     assert [s.code for s in report.skipped] == [code], str(report)
@@ -369,7 +371,7 @@ def test_the_positive_is_fused() -> None:
     model, report = Plain(), FusionReport()
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        report.extend(pipeline.rewrite(gm, example_inputs, Options()))
+        report.extend(rewrite.rewrite(gm, example_inputs, Options()))
         return gm.forward
 
     x = torch.randn(T, H)
@@ -423,7 +425,7 @@ def test_a_refused_layer_does_not_stop_another(wrap: Callable[[nn.Module], nn.Mo
     report = FusionReport()
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        report.extend(pipeline.rewrite(gm, example_inputs, Options()))
+        report.extend(rewrite.rewrite(gm, example_inputs, Options()))
         return gm.forward
 
     x = torch.randn(T, H)

@@ -289,7 +289,7 @@ def _report() -> FusionReport:
 @pytest.mark.parametrize("broken", ["no expression", "other values"])
 def test_where_no_guard_can_be_had(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The region is refused, by name, and the graph breaks as it would without moefuse."""
-    from moefuse._dynamo import relations
+    from moefuse.capture.dynamo import relations
 
     def reader(names: Sequence[str]) -> Any:
         if broken == "no expression":
@@ -311,7 +311,7 @@ def test_where_no_guard_can_be_had(broken: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_spans_that_meet() -> None:
-    from moefuse._dynamo.relations import apart, meetings
+    from moefuse.capture.dynamo.relations import apart, meetings
 
     spans = [(0, 10), (10, 20), (5, 12), (30, 30), (8, 9), (40, 50)]
     wanted = [(i, j) for i, j in itertools.combinations(range(6), 2) if max(spans[i][0], spans[j][0]) < min(spans[i][1], spans[j][1])]
@@ -324,7 +324,7 @@ def test_spans_that_meet() -> None:
 
 
 def test_expressions_are_looked_up_once() -> None:
-    from moefuse._dynamo.relations import reader
+    from moefuse.capture.dynamo.relations import reader
 
     class Counted(dict[str, Any]):
         asked = 0

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from moefuse import Options, pipeline
+from moefuse import Options
 from moefuse.passes.block import router_topk
 from moefuse.passes.graph.calls import raw_name
-from moefuse.report import FusionReport
+from moefuse.pipeline import rewrite
+from moefuse.report.report import FusionReport
 
 T, H, E, K = 12, 8, 8, 3
 SCORES = [
@@ -107,7 +108,7 @@ def run(model: nn.Module, x: Tensor, dynamic: bool = False, **options: Any) -> t
     report, names = FusionReport(), Counter[str]()
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        report.extend(pipeline.rewrite(gm, example_inputs, Options(**{"router_topk": True, **options})))
+        report.extend(rewrite.rewrite(gm, example_inputs, Options(**{"router_topk": True, **options})))
         names.update(raw_name(n).replace("::", ".") for n in gm.graph.nodes)
         return gm.forward
 

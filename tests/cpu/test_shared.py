@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moefuse.backend import parse
 from moefuse.config import Options
-from moefuse.ops.call import Body, stacks
+from moefuse.ops.meaning.call import Body, stacks
 from moefuse.passes.block import shared_experts
 from tests.programs.check import Outcome, light
 
@@ -214,7 +214,7 @@ def test_left_alone(join: Callable[[Block, Tensor, Tensor], Tensor]) -> None:
 def test_library_products(activation: str, gating: str) -> None:
     """What more than a few tokens take on CUDA devices, against the definition."""
     from moefuse.ops import shared as op
-    from moefuse.ops.reference import experts_reference
+    from moefuse.ops.meaning.reference import experts_reference
 
     x, wide = torch.randn(5, H), 2 * N if gating == "merged" else N
     first = [torch.randn(wide, H) / 4 for _ in range(2 if gating == "separate" else 1)]

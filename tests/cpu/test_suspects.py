@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
 
 @pytest.fixture(autouse=True)
 def _not_told_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moefuse.publish, "_warned", set())
+    monkeypatch.setattr(moefuse.pipeline.publish, "_warned", set())
 
 
 def run(make: Make, **options: object) -> nn.Module:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moefuse
-from moefuse import called, history, publish
+from moefuse.pipeline import publish
+from moefuse.program import called
+from moefuse.report import history
 from tests.cpu.test_left_frames import E, Expert, H, K, Layer, X
 from tests.programs.effects import changes
 from tests.programs.effects.broken import put_back

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import moefuse
 from moefuse import _torch_private
-from moefuse._dynamo import checkpoints
+from moefuse.capture.dynamo import checkpoints
 from tests.cpu.test_ddp import free_port
 from tests.zoo import tiny
 

@@ -24,11 +24,11 @@ from transformers.integrations import finegrained_fp8
 from transformers.integrations.moe import use_experts_implementation
 
 import moefuse
-from moefuse import pipeline
 from moefuse.capture import entry
 from moefuse.config import Options
 from moefuse.integrations.transformers import NAME, ExpertsModuleError
 from moefuse.integrations.transformers_fp8 import fp8_experts_forward
+from moefuse.pipeline import rewrite
 from tests.programs import fp8
 from tests.zoo import tiny
 
@@ -287,7 +287,7 @@ def test_kernels_are_loaded_as_the_program_says() -> None:
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
         graphs.append(_names(gm.graph))
-        pipeline.rewrite(gm, example_inputs, Options(), entry.frame())
+        rewrite.rewrite(gm, example_inputs, Options(), entry.frame())
         graphs.append(_names(gm.graph))
         return gm.forward
 

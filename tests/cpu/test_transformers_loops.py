@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import moefuse
-from moefuse.report import Fused, FusionReport
+from moefuse.report.report import Fused, FusionReport
 from tests.cpu.capture_case import Seen, capturing
 from tests.strategies import THOROUGH
 from tests.zoo import tiny

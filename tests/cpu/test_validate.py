@@ -14,10 +14,10 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 import moefuse
-from moefuse import pipeline
 from moefuse.config import Options
 from moefuse.passes import driver
-from moefuse.report import FusionReport
+from moefuse.pipeline import rewrite
+from moefuse.report.report import FusionReport
 
 E, K, H, INNER = 4, 2, 8, 6
 
@@ -77,7 +77,7 @@ def compiled(model: nn.Module, reports: list[FusionReport]) -> Any:
     """The model, compiled by nobody behind moefuse."""
 
     def backend(gm: GraphModule, inputs: list[Any]) -> Any:
-        reports.append(pipeline.rewrite(gm, inputs, Options(verify="graph")))
+        reports.append(rewrite.rewrite(gm, inputs, Options(verify="graph")))
         return gm.forward
 
     return torch.compile(model, backend=backend)
@@ -231,7 +231,7 @@ def test_nothing_of_the_users_is_touched() -> None:
     seen: list[FusionReport] = []
 
     def look(gm: GraphModule, inputs: list[Any]) -> Any:
-        seen.append(pipeline.rewrite(gm, inputs, Options(verify="graph")))
+        seen.append(rewrite.rewrite(gm, inputs, Options(verify="graph")))
         assert all(torch.equal(state[n], t) for n, t in model.state_dict().items())
         assert all(p.grad is None for p in model.parameters())
         assert torch.equal(torch.get_rng_state(), random)

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import moefuse
-from moefuse import cache_folder
-from moefuse.kernels.triton.problem import Problem
-from moefuse.tuning import sites, targets
-from moefuse.tuning.report import Tuned, WarmupReport
+from moefuse.machine import cache_folder
+from moefuse.tuning import sites
+from moefuse.tuning.measure import targets
+from moefuse.tuning.measure.report import Tuned, WarmupReport
+from moefuse.tuning.problem import Problem
 
 SPEC = moefuse.ExpertsSpec(8, 2, 64, 48, "bfloat16", "silu")
 NOTHING = ["nothing to tune without a CUDA device: the kernels for the CPU choose by rules"]

@@ -5,7 +5,7 @@ import torch._inductor.compile_fx
 import torch.distributed
 
 import moefuse.backend
-import moefuse.pipeline
+import moefuse.pipeline.rewrite
 import tests.dist.workers
 
 __all__ = ["moefuse", "tests", "torch"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from moefuse.ops import rounds
-from moefuse.ops.call import ExpertsCall
+from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.parallel.meshes import register
 from moefuse.runtime import collectives
 from moefuse.runtime.groups import Terms

@@ -23,10 +23,10 @@ sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
 import torch  # noqa: E402
 
 from moefuse.kernels.triton.host import plan as plans  # noqa: E402
-from moefuse.kernels.triton.problem import Config, Tiles, Vectors  # noqa: E402
 from moefuse.kernels.triton.provide.activate import activate  # noqa: E402
-from moefuse.ops.call import Body  # noqa: E402
-from moefuse.ops.recipe import Recipe  # noqa: E402
+from moefuse.ops.meaning.call import Body  # noqa: E402
+from moefuse.ops.meaning.recipe import Recipe  # noqa: E402
+from moefuse.tuning.problem import Config, Tiles, Vectors  # noqa: E402
 from tests.cpu.ops_case import Case  # noqa: E402
 from tests.gpu import test_grouped as tier  # noqa: E402
 from tests.gpu.gpu_case import assert_right, on_gpu  # noqa: E402

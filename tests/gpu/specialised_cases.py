@@ -18,8 +18,8 @@ import torch
 from moefuse.kernels.triton.config import fit, specialised_tiles
 from moefuse.kernels.triton.host import plan as plans
 from moefuse.kernels.triton.host import plan_specialised, specialised
-from moefuse.kernels.triton.problem import Config
 from moefuse.ops import ACTIVATIONS
+from moefuse.tuning.problem import Config
 from tests.cpu.ops_case import GATED, Case
 from tests.gpu.gpu_case import assert_right, on_gpu
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops.call import Body
 from moefuse.ops.coded import CodedCall
-from moefuse.ops.coded_weights import Codes
-from moefuse.ops.token_codes import as_rounded
+from moefuse.ops.meaning.call import Body
+from moefuse.ops.meaning.coded_weights import Codes
+from moefuse.ops.meaning.token_codes import as_rounded
 from tests.cpu.coded_case import Held, coded, hold
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to
 from tests.gpu import test_rounded, test_words

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops.coded_weights import Codes
+from moefuse.ops.meaning.coded_weights import Codes
 from tests.cpu.coded_case import ENCODINGS, coded, hold
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to
 

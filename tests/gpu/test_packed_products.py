@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefuse.ops.coded import CodedCall
-from moefuse.ops.encoding import Encoding, Rounding
+from moefuse.ops.meaning.encoding import Encoding, Rounding
 from tests.cpu.coded_case import coded
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to
 from tests.gpu.test_coded import on_gpu, run

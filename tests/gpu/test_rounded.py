@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moefuse.ops.coded import CodedCall
-from moefuse.ops.encoding import EXPONENTS, Encoding, Rounding
-from moefuse.ops.token_codes import quantise
+from moefuse.ops.meaning.encoding import EXPONENTS, Encoding, Rounding
+from moefuse.ops.meaning.token_codes import quantise
 from tests.cpu.coded_case import coded
 from tests.cpu.ops_case import Case
 from tests.cpu.test_ops_rounded import of_scaling

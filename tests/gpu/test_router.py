@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops.recipe import Recipe, route_reference
-from moefuse.ops.reference import topk_reference
+from moefuse.ops.meaning.recipe import Recipe, route_reference
+from moefuse.ops.meaning.reference import topk_reference
 from moefuse.runtime import providers
 
 pytestmark = pytest.mark.gpu

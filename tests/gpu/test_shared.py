@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefuse.ops.call import Body
+from moefuse.ops.meaning.call import Body
 from moefuse.runtime import overlap
 from tests.cpu.test_shared import Block, before, first, gated
 from tests.cpu.test_shared import E as EXPERTS
@@ -106,7 +106,7 @@ def test_values(tokens: int, dtype: torch.dtype, forks: list[torch.device]) -> N
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_body(activation: str, gating: str, tokens: int, bias: bool) -> None:
     """Library products and the activation between them mean what the reference says."""
-    from moefuse.ops.reference import experts_reference
+    from moefuse.ops.meaning.reference import experts_reference
 
     args = (1.702, 7.0) if activation == "swiglu_oai" else ()
     wide = 99

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefuse.ops.call import ExpertsCall
+from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.runtime import dense, providers
 from tests.cpu.ops_case import Case, every_body, reference, tensors, to
 from tests.gpu.gpu_case import assert_right, check, on_gpu, run

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moefuse
-from moefuse import cache_folder
+from moefuse.machine import cache_folder
 from tests.cpu.ops_case import Case, run
 from tests.gpu.gpu_case import assert_right, on_gpu
 

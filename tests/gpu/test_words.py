@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefuse.ops.coded import CodedCall
-from moefuse.ops.encoding import EXPONENTS, LDEXP, MADE, POWERS, Encoding, Packing
+from moefuse.ops.meaning.encoding import EXPONENTS, LDEXP, MADE, POWERS, Encoding, Packing
 from tests.cpu.coded_case import coded
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to
 from tests.gpu.test_coded import on_gpu, run

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moefuse.ops.coded_weights import Codes
-from moefuse.ops.encoding import Encoding
+from moefuse.ops.meaning.coded_weights import Codes
+from moefuse.ops.meaning.encoding import Encoding
 from tests.cpu.coded_case import hold
 
 EXPERTS, FEATURES = 3, 200

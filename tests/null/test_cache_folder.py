@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moefuse import cache_folder
+from moefuse.machine import cache_folder
 
 
 def test_the_variable_then_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse import cache_folder
 from moefuse.capture import entry
 from moefuse.cli import doctor, hugging_face, target
 from moefuse.cli.command import CommandError
 from moefuse.cli.main import COMMANDS, main, parser
 from moefuse.kernels.triton import config
+from moefuse.machine import cache_folder
 from moefuse.runtime import native
 from moefuse.tuning import store
-from moefuse.tuning.report import WarmupReport
+from moefuse.tuning.measure.report import WarmupReport
 
 MODEL = """
 import torch

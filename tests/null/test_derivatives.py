@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moefuse.ops.activations import ACTIVATIONS
+from moefuse.ops.meaning.activations import ACTIVATIONS
 from moefuse.passes.ir.expr import Linear, walk
 from moefuse.passes.match import derivatives
 from moefuse.passes.match.derivatives import same_derivative

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moefuse.config import ENVIRONMENT, Options
-from moefuse.ops.activations import ACTIVATIONS
+from moefuse.ops.meaning.activations import ACTIVATIONS
 from moefuse.passes.rules import _FAMILIES
 
 ROOT = Path(__file__).parent.parent.parent

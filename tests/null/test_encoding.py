@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moefuse.ops.encoding import (
+from moefuse.ops.meaning.encoding import (
     DTYPES,
     EXPONENTS,
     KINDS,
@@ -26,7 +26,7 @@ from moefuse.ops.encoding import (
     exponents,
     parse,
 )
-from moefuse.ops.token_codes import CODES
+from moefuse.ops.meaning.token_codes import CODES
 from moefuse.passes.encodings.table import equal
 
 WORDS = {"gptq": (0, 4, 8, 12, 16, 20, 24, 28), "awq": (0, 16, 4, 20, 8, 24, 12, 28)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses import fake_impls
 
-from moefuse._dynamo import lengths
+from moefuse.capture.dynamo import lengths
 
 
 def test_torch_has_what_is_wrapped() -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moefuse.ops  # noqa: F401  (registers torch.ops.moefuse)
-from moefuse.ops.call import Body, ExpertsCall, join
-from moefuse.ops.encoding import Encoding
-from moefuse.ops.recipe import Recipe
+from moefuse.ops.meaning.call import Body, ExpertsCall, join
+from moefuse.ops.meaning.encoding import Encoding
+from moefuse.ops.meaning.recipe import Recipe
 from moefuse.runtime import providers
 
 ops = torch.ops.moefuse
@@ -425,7 +425,7 @@ def test_providers_are_asked_in_order_and_say_why_not() -> None:
 
 def test_a_legal_kind_says_nothing_of_others() -> None:
     """Kinds that were legal are looked up; each thing that makes a call another kind is checked again."""
-    from moefuse.ops import checks
+    from moefuse.ops.meaning import checks
 
     w = [z(4, 6) for _ in range(3)]
     separate = {**EXPERTS, **SEPARATE, "w_in": w, "w_up": list(w), "w_out": [z(7, 4) for _ in range(3)]}
@@ -455,7 +455,7 @@ def test_a_legal_kind_says_nothing_of_others() -> None:
 
 
 def test_legal_kinds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.ops import checks
+    from moefuse.ops.meaning import checks
 
     monkeypatch.setattr(checks, "_MAX_LEGAL", 3)
     monkeypatch.setattr(checks, "_legal", {})

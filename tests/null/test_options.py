@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moefuse
-from moefuse import OptionError, Options, environment
+from moefuse import OptionError, Options
 from moefuse.config import ENVIRONMENT, SWITCHES
+from moefuse.machine import environment
 from moefuse.runtime import overlap
 from moefuse.tuning import store
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse import FusionError, Options, pipeline, publish
-from moefuse.report import FusionReport, Skipped
+from moefuse import FusionError, Options
+from moefuse.pipeline import publish, rewrite
+from moefuse.report.report import FusionReport, Skipped
 from tests.conftest import StubDriver
 
 
@@ -65,7 +66,7 @@ def test_a_failing_pass_leaves_the_graph_as_it_was(stub_driver: StubDriver, capl
     gm = graph_module()
     before = copy.deepcopy(gm)
     with caplog.at_level(logging.ERROR, "moefuse.backend"):
-        report = pipeline.rewrite(gm, [], Options())
+        report = rewrite.rewrite(gm, [], Options())
 
     x = torch.randn(3)
     torch.testing.assert_close(gm(x), before(x))
@@ -92,7 +93,7 @@ def test_dynamo_restarts_pass_through(stub_driver: StubDriver) -> None:
 
     stub_driver.action = restart
     with pytest.raises(SpeculationRestartAnalysis):
-        pipeline.rewrite(graph_module(), [], Options())
+        rewrite.rewrite(graph_module(), [], Options())
 
 
 def test_a_broken_import_of_the_passes_is_an_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +103,7 @@ def test_a_broken_import_of_the_passes_is_an_internal_error(monkeypatch: pytest.
 
     monkeypatch.delattr(moefuse.passes, "driver", raising=False)
     monkeypatch.setitem(sys.modules, "moefuse.passes.driver", None)
-    (skipped,) = pipeline.rewrite(graph_module(), [], Options()).skipped
+    (skipped,) = rewrite.rewrite(graph_module(), [], Options()).skipped
     assert skipped.code == "internal-error"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moefuse.errors import CODES
-from moefuse.publish import USER_DECIDED
+from moefuse.pipeline.publish import USER_DECIDED
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = sorted(

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moefuse.ops.activations import ACTIVATIONS
+from moefuse.ops.meaning.activations import ACTIVATIONS
 from moefuse.passes.ir.anti_unify import generalise
 from moefuse.passes.ir.expr import Expr, Linear, SlotWeight, has_linear, walk
 from moefuse.passes.ir.expr_algebra import factors, same_expr

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moefuse.ops.token_codes import CODES, Rounding, as_rounded, next_power, quantise
+from moefuse.ops.meaning.token_codes import CODES, Rounding, as_rounded, next_power, quantise
 
 E4M3 = sorted({float(c) for c in torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float() if c.isfinite()})
 

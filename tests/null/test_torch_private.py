@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 import moefuse
 from moefuse import _torch_private
-from moefuse._dynamo import checkpoints, parametrized, points
 from moefuse._torch_private import inductor
-from moefuse.runs import Begun
+from moefuse.capture.dynamo import checkpoints, parametrized, points
+from moefuse.program.runs import Begun
 
 POINTS = {
     "torch._inductor": ["list_options", "list_mode_options"],
@@ -391,7 +391,8 @@ def test_names_in_guards() -> None:
 
 def test_endings_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """An action at the end of a call that raises changes nothing of it, unless it is an error that the user asked for."""
-    from moefuse import FusionError, explaining
+    from moefuse import FusionError
+    from moefuse.report import quietly
 
     def run(error: Exception) -> torch.Tensor:
         def backend(gm: torch.fx.GraphModule, _: object) -> object:
@@ -408,7 +409,7 @@ def test_endings_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         result: torch.Tensor = torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
         return result
 
-    monkeypatch.setattr(explaining, "_said", {})  # what is said is a note of later reports
+    monkeypatch.setattr(quietly, "_said", {})  # what is said is a note of later reports
     torch.testing.assert_close(run(KeyError("made for this test")), torch.full((2,), 2.0))
     with pytest.raises(FusionError, match="asked for"):
         run(FusionError("asked for"))

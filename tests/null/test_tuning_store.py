@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefuse import cache_folder
 from moefuse.kernels.triton.config import choose, rules, specialised_tiles, table
-from moefuse.kernels.triton.problem import Config, Problem, Tiles, Vectors
+from moefuse.machine import cache_folder
 from moefuse.tuning import entries, store
 from moefuse.tuning.entries import Entry, InvalidEntryError, Pair
+from moefuse.tuning.problem import Config, Problem, Tiles, Vectors
 
 GPU = "NVIDIA H200"
 P = Problem(60, 2, 8, 256, 128, 256, "merged", "bfloat16")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moefuse import _torch_private
-from moefuse.undo import taken_back
+from moefuse.diagnosis.undo import taken_back
 
 
 @dataclasses.dataclass(slots=True)

@@ -13,10 +13,10 @@ import pytest
 from torch import nn
 
 from moefuse.errors import CODES
-from moefuse.module_tree import tree_of
-from moefuse.report import Fused, FusionReport, Skipped
+from moefuse.program.module_tree import tree_of
+from moefuse.program.steps import Run, fold
+from moefuse.report.report import Fused, FusionReport, Skipped
 from moefuse.spec import ExpertsSpec
-from moefuse.steps import Run, fold
 from moefuse.view.drawing import LONGEST, drawing
 from moefuse.view.page import advice, weight_bytes
 from moefuse.view.source import excerpt

@@ -16,9 +16,9 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 import moefuse
-from moefuse import trial
 from moefuse.config import Options
-from moefuse.report import Fused, Skipped
+from moefuse.diagnosis import trial
+from moefuse.report.report import Fused, Skipped
 from moefuse.spec import ExpertsSpec
 from tests.programs.effects import words
 from tests.programs.model import MoE, build, gold, inputs_for

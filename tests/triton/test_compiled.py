@@ -33,7 +33,7 @@ POINTERS = {
 def make_plan(problem: Any, config: Any, separate: bool = False, device: Any = None) -> Any:
     """A plan over meta tensors."""
     from moefuse.kernels.triton.host import plan as plans
-    from moefuse.ops.call import Body, ExpertsCall, Stack
+    from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
 
     dtype = getattr(torch, problem.dtype)
 
@@ -153,7 +153,7 @@ def compile_plan(problem: Any, config: Any, arch: int | str, folder: Path, separ
 
 
 def problems() -> dict[str, Any]:
-    from moefuse.kernels.triton.problem import Problem
+    from moefuse.tuning.problem import Problem
 
     def halves(tokens: int, **more: Any) -> Problem:
         return Problem(
@@ -282,7 +282,7 @@ def test_join_is_one_product(tmp_path: Path) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from moefuse.kernels.triton.problem import Config, Tiles
+    from moefuse.tuning.problem import Config, Tiles
 
     problem = problems()["prefill"]
     up = Tiles(128, 64, 8, 4, 8, desc=True, join=True, tail=True)
@@ -316,7 +316,7 @@ def compiled_up(desc: bool) -> tuple[Any, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from moefuse.kernels.triton.problem import Config, Tiles, Vectors
+    from moefuse.tuning.problem import Config, Tiles, Vectors
 
     part = Tiles(128, 64, 8, 3, 8, desc=True, join=True, rows_desc=True) if desc else Vectors(4, 512)
     plan, tensors = make_plan(problems()["prefill" if desc else "decode"], Config(128 if desc else 0, part, part, pdl=True))

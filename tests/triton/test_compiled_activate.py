@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.call import Body
+from moefuse.ops.meaning.call import Body
 from tests.triton.test_compiled import SHARED, source, spills
 
 

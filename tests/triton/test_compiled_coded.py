@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.call import Body, ExpertsCall, Stack
 from moefuse.ops.coded import CodedCall, CodedGrads
-from moefuse.ops.coded_weights import Codes
-from moefuse.ops.encoding import EXPONENTS, MADE, Encoding, Packing, Rounding
-from moefuse.ops.grad_calls import GradCall, Needs
+from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
+from moefuse.ops.meaning.coded_weights import Codes
+from moefuse.ops.meaning.encoding import EXPONENTS, MADE, Encoding, Packing, Rounding
+from moefuse.ops.meaning.grad_calls import GradCall, Needs
 from tests.strategies import THOROUGH
 from tests.triton.test_compiled import SHARED
 from tests.triton.test_compiled_grouped import compile_all, launches

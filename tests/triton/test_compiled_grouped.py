@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.call import Body, ExpertsCall, Stack
 from moefuse.ops.lora import Term
+from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
 from tests.strategies import THOROUGH
 from tests.triton.test_compiled import SHARED, source, spills
 
@@ -154,7 +154,7 @@ def test_the_grouped_tier(name: str, arch: int | str, launches: list[Any], tmp_p
 @pytest.mark.parametrize(("name", "arch"), cases(everywhere="few rows"))
 def test_training(name: str, arch: int | str, on_input: bool, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from moefuse.kernels.triton.provide import training
-    from moefuse.ops.grad_calls import InCall, Needs, OutCall, RowsCall
+    from moefuse.ops.meaning.grad_calls import InCall, Needs, OutCall, RowsCall
 
     if on_input and name not in ("in-out", "float32") and not THOROUGH:
         pytest.skip("HYPOTHESIS_PROFILE=deep compiles it for every size")
@@ -269,7 +269,7 @@ RECIPES = {
 def test_route(name: str, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole router in the registers of one warp."""
     from moefuse.kernels.triton.provide import router as router_plan
-    from moefuse.ops.recipe import Recipe
+    from moefuse.ops.meaning.recipe import Recipe
 
     if (name != "widest" or arch in (89, 100)) and not THOROUGH:
         pytest.skip("HYPOTHESIS_PROFILE=deep compiles every router for every target")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.call import Body, ExpertsCall, Stack
 from moefuse.ops.coded import CodedCall
-from moefuse.ops.encoding import EXPONENTS, LDEXP, MADE, Encoding, Packing, Rounding
+from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
+from moefuse.ops.meaning.encoding import EXPONENTS, LDEXP, MADE, Encoding, Packing, Rounding
 from tests.triton.test_compiled import SHARED, source, spills
 from tests.triton.test_compiled_coded import HIDDEN, INTER, TOP_K, projection
 from tests.triton.test_compiled_grouped import launches

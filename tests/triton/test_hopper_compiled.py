@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.activations import ACTIVATIONS
+from moefuse.ops.meaning.activations import ACTIVATIONS
 from tests.strategies import THOROUGH
 from tests.triton.test_compiled import SHARED, make_plan, problems, source
 from tests.triton.test_compiled_grouped import SIZES
@@ -162,7 +162,7 @@ def test_every_activation(activation: str, gating: str, form: str, bm: int, tmp_
     """The first projection with biases, which takes the most registers; of halves, from a table of addresses."""
     from moefuse.kernels.triton.config import specialised_tiles, tile_bytes
     from moefuse.kernels.triton.hopper.forms import Form, cut_of
-    from moefuse.kernels.triton.problem import Problem
+    from moefuse.tuning.problem import Problem
 
     problem = Problem(4096, 8, 128, 2048, 768, 2048, "merged" if gating == "halves" else gating, "bfloat16")
     up, products = specialised_tiles(problem, bm, form).up, 1 if gating == "plain" else 2

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.call import Body, ExpertsCall, Stack
 from moefuse.ops.coded import CodedCall
+from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
 from tests.triton.test_compiled import SHARED, source, spills
 from tests.triton.test_compiled_coded import HIDDEN, INTER, projection
 from tests.triton.test_compiled_grouped import launches

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.call import Body
-from moefuse.ops.coded_weights import Codes
-from moefuse.ops.encoding import EXPONENTS, Encoding, Rounding
+from moefuse.ops.meaning.call import Body
+from moefuse.ops.meaning.coded_weights import Codes
+from moefuse.ops.meaning.encoding import EXPONENTS, Encoding, Rounding
 from tests.triton.test_compiled import SHARED, source, spills
 from tests.triton.test_compiled_grouped import launches
 

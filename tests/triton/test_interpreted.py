@@ -64,14 +64,14 @@ def check(case: Case, config: Any = None, args: list[Any] | None = None) -> None
 
 
 def tiles(bm: int = 16, **more: Any) -> Any:
-    from moefuse.kernels.triton.problem import Config, Tiles
+    from moefuse.tuning.problem import Config, Tiles
 
     part = Tiles(**{"bn": 16, "bk": 16, "warps": 4, "stages": 1, **more})
     return Config(bm, part, part)
 
 
 def vectors(**more: Any) -> Any:
-    from moefuse.kernels.triton.problem import Config, Vectors
+    from moefuse.tuning.problem import Config, Vectors
 
     part = Vectors(**{"bn": 4, "bk": 8, "at": 2, **more})
     return Config(0, part, part)

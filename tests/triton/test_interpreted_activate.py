@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops.activations import ACTIVATIONS
-from moefuse.ops.call import Body
-from moefuse.ops.reference import accumulation_dtype
+from moefuse.ops.meaning.activations import ACTIVATIONS
+from moefuse.ops.meaning.call import Body
+from moefuse.ops.meaning.reference import accumulation_dtype
 
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Conversion of an array with ndim:DeprecationWarning")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import moefuse.ops  # noqa: F401  (registers torch.ops.moefuse)
-from moefuse.ops.encoding import Encoding
+from moefuse.ops.meaning.encoding import Encoding
 from moefuse.runtime import providers
 from tests.cpu.coded_case import coded, hold
 from tests.cpu.ops_case import Case

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.call import ExpertsCall
+from moefuse.ops.meaning.call import ExpertsCall
 from tests.cpu.ops_case import Case
 from tests.triton.test_interpreted import tiles, vectors
 

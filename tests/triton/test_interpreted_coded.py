@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops.coded_weights import Codes
-from moefuse.ops.encoding import Encoding, Packing, Rounding
+from moefuse.ops.meaning.coded_weights import Codes
+from moefuse.ops.meaning.encoding import Encoding, Packing, Rounding
 from tests.cpu.coded_case import ENCODINGS as EVERY
 from tests.cpu.coded_case import Held, coded, hold
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to

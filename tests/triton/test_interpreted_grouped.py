@@ -128,7 +128,7 @@ TILE_FORMS: list[dict[str, Any]] = [
 def test_forms_of_a_tile(flags: dict[str, Any], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Descriptors need rows of whole 16 bytes; the sizes are multiples of four and not of the tile, or of it (in-out needs that)."""
     from moefuse.kernels.triton.host import linear
-    from moefuse.kernels.triton.problem import Tiles
+    from moefuse.tuning.problem import Tiles
 
     monkeypatch.setattr(linear, "linear_sizes", lambda *a: Tiles(16, 16, 4, 1, 2, **flags))
     for out, inp in ((20, 28), (48, 32)):
@@ -148,7 +148,7 @@ def test_forms_of_a_tile(flags: dict[str, Any], form: str, monkeypatch: pytest.M
 def test_gradients_of_weights_by_descriptors(ids: Tensor, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the next expert and dead ones, all NaN, are seen by no descriptor; rows with gaps, sizes that are no multiples of a tile."""
     from moefuse.kernels.triton.host import wgrad
-    from moefuse.kernels.triton.problem import Tiles
+    from moefuse.tuning.problem import Tiles
 
     monkeypatch.setattr(wgrad, "grad_tiles", lambda *a: (16, Tiles(32, 16, 4, 1, 2)))
     for out, inp in ((20, 28), (16, 64)):

@@ -89,8 +89,8 @@ def test_what_it_does_not_take(changes: dict[str, Any], reason: str) -> None:
 
 def test_the_table_decides_by_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from moefuse.kernels.triton import config
-    from moefuse.kernels.triton.problem import Problem
     from moefuse.kernels.triton.provide import library as grouped_mm
+    from moefuse.tuning.problem import Problem
 
     problem = {
         "tokens": 16384,

@@ -8,8 +8,8 @@ import torch
 from moefuse.kernels.triton.host import packed_specialised, sorted_rows, token_codes
 from moefuse.kernels.triton.host.coded import Held, held
 from moefuse.kernels.triton.host.sorted_rows import Sorted
-from moefuse.ops.coded_weights import Codes
-from moefuse.ops.encoding import MADE, Encoding, Packing, Rounding
+from moefuse.ops.meaning.coded_weights import Codes
+from moefuse.ops.meaning.encoding import MADE, Encoding, Packing, Rounding
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")  # the interpreter, about NumPy
 

@@ -119,7 +119,7 @@ def test_no_valid_id() -> None:
 def test_through_descriptors(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The base's tiles as a GPU takes them; the term is added to what they hold."""
     from moefuse.kernels.triton.host import linear
-    from moefuse.kernels.triton.problem import Tiles
+    from moefuse.tuning.problem import Tiles
 
     monkeypatch.setattr(linear, "linear_sizes", lambda *a: Tiles(16, 16, 4, 1, 2, **flags))
     monkeypatch.setattr(linear, "NARROW", 8)

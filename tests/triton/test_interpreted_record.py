@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops.call import Body, ExpertsCall
-from moefuse.ops.grad_calls import InCall, Needs, OutCall, RowsCall
-from moefuse.ops.recipe import Recipe
+from moefuse.ops.meaning.call import Body, ExpertsCall
+from moefuse.ops.meaning.grad_calls import InCall, Needs, OutCall, RowsCall
+from moefuse.ops.meaning.recipe import Recipe
 from tests.triton.interpreted_case import poisoned
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning", "ignore::RuntimeWarning")

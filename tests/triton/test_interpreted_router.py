@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moefuse.ops.recipe import SCORES, Recipe, route_reference
-from moefuse.ops.reference import topk_reference
+from moefuse.ops.meaning.recipe import SCORES, Recipe, route_reference
+from moefuse.ops.meaning.reference import topk_reference
 from tests.triton.interpreted_case import interpreted
 
 pytestmark = pytest.mark.usefixtures("ran")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moefuse.ops import autograd
-from moefuse.ops.call import ExpertsCall
+from moefuse.ops.meaning.call import ExpertsCall
 from tests.cpu.ops_case import (
     Case,
     assert_as_exact,
@@ -154,8 +154,8 @@ def test_gradients_of_weights_from_sorted_copies(
 ) -> None:
     """Both factors through descriptors; tokens are copied once for gate and up."""
     from moefuse.kernels.triton.host import wgrad
-    from moefuse.kernels.triton.problem import Tiles
     from moefuse.kernels.triton.provide import library as grouped_mm
+    from moefuse.tuning.problem import Tiles
 
     copies: list[tuple[int, ...]] = []
     gathered = grouped_mm.gathered
@@ -202,7 +202,7 @@ def test_weights_in_float32(gating: str, storage: dict[str, bool], on_input: boo
 def test_weights_in_float32_through_descriptors(flags: dict[str, Any], storage: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of weights in float32 beside rows of 16 bits: their descriptors have other strides in bytes."""
     from moefuse.kernels.triton.host import linear
-    from moefuse.kernels.triton.problem import Tiles
+    from moefuse.tuning.problem import Tiles
 
     monkeypatch.setattr(linear, "held_sizes", lambda *a: Tiles(16, 16, 4, 1, 2, **flags))
     case = SMALL.with_(tokens=13, hidden=32, inter=16, hidden_out=48, bias=False, held=torch.float32, dtype=torch.float16)

@@ -75,7 +75,7 @@ class World:
         from triton.backends.compiler import GPUTarget
 
         from moefuse.kernels.triton.launch import dispatcher, driver_launch
-        from moefuse.kernels.triton.problem import Config, Problem, Vectors
+        from moefuse.tuning.problem import Config, Problem, Vectors
 
         self.native, self.direct = dispatcher, driver_launch
         self.launched: list[tuple[Any, ...]] = []
@@ -231,7 +231,7 @@ def test_a_launch_that_fails(world: World) -> None:
 
 def test_what_stays_in_python(world: World) -> None:
     """float32 depends on the TF32 switch; a dtype that has no number cannot be a key."""
-    from moefuse.kernels.triton.problem import Problem
+    from moefuse.tuning.problem import Problem
 
     plan, _ = make_plan(Problem(T, K, E, H, INNER, H, "merged", "float32"), None)
     assert not world.native.remember((1, 2), plan, plan.positions(COUNTS), None, world.library)
@@ -269,7 +269,7 @@ def test_handing_over(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan is handed over once, or once for each set of Parameters; one that C++ does not take is not offered again."""
     from moefuse.kernels.triton.host.plan import Separate
     from moefuse.kernels.triton.launch import dispatcher
-    from moefuse.kernels.triton.problem import Config, Problem, Vectors
+    from moefuse.tuning.problem import Config, Problem, Vectors
 
     offered: list[Any] = []
     monkeypatch.setattr(dispatcher, "remember", lambda key, plan, positions, tables: offered.append(plan) or takes)  # type: ignore[func-returns-value]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.config import Options
-from moefuse.report import FusionReport
+from moefuse.report.report import FusionReport
 from tests.programs.check import Outcome, light
 
 

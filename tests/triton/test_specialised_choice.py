@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.call import Body, ExpertsCall, Stack
+from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
 from tests.triton.test_compiled import SHARED
 
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 
 
 def prefill() -> Any:
-    from moefuse.kernels.triton.problem import Problem
+    from moefuse.tuning.problem import Problem
 
     return Problem(4096, 8, 64, 2048, 1024, 2048, "merged", "bfloat16")
 
@@ -115,7 +115,7 @@ def test_every_table_fits() -> None:
 def test_a_table_from_another() -> None:
     """Configurations of the other device, without its times; its own come first."""
     from moefuse.kernels.triton.config import shipped, table, table_entries, table_times
-    from moefuse.kernels.triton.problem import Problem
+    from moefuse.tuning.problem import Problem
 
     assert table_times(H200)
     assert not table_times(H100)

@@ -75,7 +75,7 @@ def test_rows_are_dense() -> None:
 @pytest.mark.usefixtures("compiles_for_hopper")
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_whole_router(biased: bool) -> None:
-    from moefuse.ops.recipe import Recipe
+    from moefuse.ops.meaning.recipe import Recipe
 
     def router(logits: Tensor, bias: Tensor) -> Any:
         return torch.ops.moefuse.route(logits, bias if biased else None, *Recipe(4, "softmax", 8, 2, 2).arguments, torch.bfloat16)
@@ -94,7 +94,7 @@ def test_the_passes_ask_the_kernels(experts: int, k: int, reason: str | None) ->
     """With the arguments of the ops' schemas."""
     from torch.fx import Graph
 
-    from moefuse.ops.recipe import Recipe
+    from moefuse.ops.meaning.recipe import Recipe
     from moefuse.passes.lower.devices import unsupported
 
     graph = Graph()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.call import ExpertsCall
+from moefuse.ops.meaning.call import ExpertsCall
 from tests.cpu.ops_case import Case, reference
 
 pytestmark = [
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def problem(**more: Any) -> Any:
-    from moefuse.kernels.triton.problem import Problem
+    from moefuse.tuning.problem import Problem
 
     return Problem(
         **{
@@ -73,8 +73,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nothing_runs")
 def test_the_search_walks_to_the_best() -> None:
     """Neighbour by neighbour, in both kernels, to a configuration that no start has."""
-    from moefuse.kernels.triton.problem import Config, Tiles
     from moefuse.kernels.triton.tune import candidates
+    from moefuse.tuning.problem import Config, Tiles
 
     p = problem()
     wanted = Config(16, Tiles(64, 32, 4, 3), Tiles(32, 32, 4, 3))
@@ -168,7 +168,7 @@ def test_every_start_is_right(more: dict[str, Any], monkeypatch: pytest.MonkeyPa
 def test_the_problem_of_a_call_is_the_plans() -> None:
     """The gate and the tuner name a problem from tensors, the plan from its operands; a choice must mean the same to both."""
     from moefuse.kernels.triton.host import plan as plans
-    from moefuse.kernels.triton.problem import Config, Vectors, problem_of
+    from moefuse.tuning.problem import Config, Vectors, problem_of
 
     seen: list[Any] = []
     for storage in ({}, {"transposed": True}, {"separate": True}):
@@ -193,7 +193,7 @@ def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Any]:
     from moefuse.kernels.triton.tune import call as calls
     from moefuse.kernels.triton.tune.compiling import nothing
     from moefuse.tuning import sites
-    from moefuse.tuning.warmup import Tools
+    from moefuse.tuning.measure.warmup import Tools
 
     monkeypatch.setenv("MOEFUSE_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("MOEFUSE_AUTOTUNE")
@@ -217,7 +217,8 @@ def test_warmup_with_specs(tools: Any, capsys: pytest.CaptureFixture[str]) -> No
     """Measured once per bucket, kept, and taken by the next plan; equal specs are one."""
     import moefuse
     from moefuse.kernels.triton.config import choose, shipped
-    from moefuse.tuning import store, warmup
+    from moefuse.tuning import store
+    from moefuse.tuning.measure import warmup
 
     spec = moefuse.ExpertsSpec(**SPEC)  # type: ignore[arg-type]
     report = warmup.run([spec, spec], [20, 17, 1], 1e6, False, tools)
@@ -238,7 +239,7 @@ def test_warmup_with_specs(tools: Any, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_budget_is_shared(tools: Any) -> None:
     """However little there is, every number of tokens is measured as it runs now."""
     import moefuse
-    from moefuse.tuning import warmup
+    from moefuse.tuning.measure import warmup
 
     spec = moefuse.ExpertsSpec(**SPEC)  # type: ignore[arg-type]
     report = warmup.run(spec, [1, 4, 16, 64], 2.0, False, tools)
@@ -253,7 +254,7 @@ def test_progress(tools: Any, capsys: pytest.CaptureFixture[str], monkeypatch: p
     import sys
 
     import moefuse
-    from moefuse.tuning import warmup
+    from moefuse.tuning.measure import warmup
 
     if not installed:
         monkeypatch.setitem(sys.modules, "tqdm", None)
@@ -270,7 +271,7 @@ def test_warmup_with_a_model(tools: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     from moefuse.kernels.triton.tune import candidates
     from moefuse.passes.lower import cost_gate
     from moefuse.runtime import native, providers
-    from moefuse.tuning import warmup
+    from moefuse.tuning.measure import warmup
     from tests.cpu.test_cost_gate import H, Layer, T, run
 
     # The interpreter takes half a minute for all candidates; the search has tests of its own.
@@ -305,12 +306,12 @@ def test_warmup_with_a_model(tools: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_products_by_the_library(tools: Any, monkeypatch: pytest.MonkeyPatch, quick: str | None) -> None:
     """Its forms are measured beside our own kernels; the quickest is what the next call takes."""
     import moefuse
-    from moefuse.kernels.triton.problem import Config, Tiles
     from moefuse.kernels.triton.provide import experts as provider
     from moefuse.kernels.triton.provide import library as grouped_mm
     from moefuse.kernels.triton.tune import candidates
     from moefuse.kernels.triton.tune.call import Kind, make
-    from moefuse.tuning import warmup
+    from moefuse.tuning.measure import warmup
+    from moefuse.tuning.problem import Config, Tiles
 
     monkeypatch.setattr(grouped_mm, "DEVICES", ("cpu",))
     monkeypatch.setattr(grouped_mm, "DTYPES", (torch.float32,))
@@ -336,7 +337,7 @@ def test_products_by_the_library(tools: Any, monkeypatch: pytest.MonkeyPatch, qu
 def test_every_number_of_tokens_has_its_program(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that was compiled for two fixed numbers of tokens has two programs of one name, and none for a third."""
     from moefuse.kernels.triton.tune import candidates
-    from moefuse.tuning import warmup
+    from moefuse.tuning.measure import warmup
     from tests.cpu.test_cost_gate import H, Layer, run
 
     monkeypatch.setattr(candidates, "neighbours", lambda part: [])
@@ -353,7 +354,7 @@ def test_every_number_of_tokens_has_its_program(tools: Any, monkeypatch: pytest.
 def test_a_device_out_of_memory(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import moefuse
     from moefuse.kernels.triton.tune import call as calls
-    from moefuse.tuning import warmup
+    from moefuse.tuning.measure import warmup
 
     def weights_of(*_: Any) -> Any:
         raise torch.OutOfMemoryError
@@ -367,7 +368,8 @@ def test_a_device_out_of_memory(tools: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_folder_that_cannot_be_written(tools: Any, monkeypatch: pytest.MonkeyPatch, nothing_runs: None) -> None:
     import moefuse
-    from moefuse.tuning import store, warmup
+    from moefuse.tuning import store
+    from moefuse.tuning.measure import warmup
 
     def save(*_: Any) -> Any:
         raise PermissionError("read-only")

@@ -31,8 +31,8 @@ for line in sys.stdin:
 
 
 def jobs(*heights: int) -> list[Any]:
-    from moefuse.kernels.triton.problem import Config, Problem, Tiles
     from moefuse.kernels.triton.tune.call import Kind
+    from moefuse.tuning.problem import Config, Problem, Tiles
 
     p = Problem(20, 2, 3, 24, 20, 17, "merged", "bfloat16")
     return [(p, Kind(biases=(True, False, True)), Config(bm, Tiles(), Tiles(swap=True))) for bm in heights]
@@ -101,7 +101,7 @@ def test_the_real_worker_answers() -> None:
 
 
 def problems() -> list[Any]:
-    from moefuse.kernels.triton.problem import Problem
+    from moefuse.tuning.problem import Problem
 
     return [
         Problem(1, 8, 128, 2048, 768, 2048, "merged", "bfloat16"),

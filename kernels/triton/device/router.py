@@ -55,7 +55,7 @@ def choose(
 
 @triton.jit
 def function_of(v, inside, NAME: tl.constexpr):
-    """``apply`` of ``moefuse/ops/recipe.py`` along the last dimension of v, where ``inside``."""
+    """``apply`` of ``moefuse/ops/meaning/recipe.py`` along the last dimension of v, where ``inside``."""
     if NAME == "softmax":
         v = tl.where(inside, v, float("-inf"))
         p = tl.exp(v - tl.max(v, 1)[:, None])
@@ -96,7 +96,7 @@ def route(
     BY_CHOICE: tl.constexpr, WEIGHT: tl.constexpr, RENORMALISE: tl.constexpr, EPS: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr,
     BIAS: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
-    """weights, ids [T, K] from logits [T, E] by a ``Recipe`` of ``moefuse/ops/recipe.py``, all in float32."""
+    """weights, ids [T, K] from logits [T, E] by a ``Recipe`` of ``moefuse/ops/meaning/recipe.py``, all in float32."""
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
     k = tl.arange(0, BK)

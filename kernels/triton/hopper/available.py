@@ -7,9 +7,9 @@ import importlib.util
 
 import triton
 
-from moefuse import environment
 from moefuse.kernels.triton.host.layout import Device
 from moefuse.kernels.triton.launch.launch import INTERPRETED
+from moefuse.machine import environment
 
 SWITCH = "MOEFUSE_SPECIALISED"
 """Environment variable; 0 leaves all products to the kernels of Triton."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from moefuse.kernels.triton.problem import Tiles
+from moefuse.tuning.problem import Tiles
 
 
 class Form(NamedTuple):

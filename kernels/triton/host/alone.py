@@ -12,8 +12,8 @@ from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.launch.calls import launch
-from moefuse.kernels.triton.problem import power_of_two
-from moefuse.ops.call import Body
+from moefuse.ops.meaning.call import Body
+from moefuse.tuning.problem import power_of_two
 
 SLOTS = 8
 """Of a token: each has warps of its own in the last projection."""

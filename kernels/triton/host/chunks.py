@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefuse.environment import workspace
 from moefuse.kernels.triton.host.layout import Device
 from moefuse.kernels.triton.host.plan import Plan
-from moefuse.ops.call import ExpertsCall
+from moefuse.machine.environment import workspace
+from moefuse.ops.meaning.call import ExpertsCall
 
 ROWS = 256
 """Chunks begin at multiples of this: addresses in them are aligned as in the whole call."""

@@ -18,9 +18,9 @@ from moefuse.kernels.triton.host.operands import describe
 from moefuse.kernels.triton.host.sorted_rows import Sorted, fit, rows_of, whole
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import INTERPRETED
-from moefuse.kernels.triton.problem import Tiles
-from moefuse.ops.coded_weights import Codes
-from moefuse.ops.encoding import BITS, Encoding, Packing, counts_from
+from moefuse.ops.meaning.coded_weights import Codes
+from moefuse.ops.meaning.encoding import BITS, Encoding, Packing, counts_from
+from moefuse.tuning.problem import Tiles
 
 ELEMENTS = {
     torch.uint8: tl.uint8, torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64,

@@ -15,7 +15,7 @@ from moefuse.kernels.triton.host.operands import is_apart, steps_table
 from moefuse.kernels.triton.host.sorted_rows import Sorted
 from moefuse.kernels.triton.launch.launch import Described
 from moefuse.kernels.triton.launch.record import as_value
-from moefuse.ops.call import Body
+from moefuse.ops.meaning.call import Body
 
 Biases = tuple[Weight | None, Weight | None]
 """Of one projection, or of gate and up."""

@@ -12,8 +12,8 @@ from moefuse.kernels.triton.host.layout import Device, device_of, in_triton
 from moefuse.kernels.triton.host.linear import weight
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted, fit, whole
 from moefuse.kernels.triton.launch.calls import launch
-from moefuse.kernels.triton.problem import Tiles, power_of_two
-from moefuse.ops.reference import accumulation_dtype, count_experts
+from moefuse.ops.meaning.reference import accumulation_dtype, count_experts
+from moefuse.tuning.problem import Tiles, power_of_two
 
 ELEMENTS = 2048
 """Of a block that one program copies."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moefuse.kernels.triton.config import SHARED_BYTES
 from moefuse.kernels.triton.launch.launch import tf32_allowed
-from moefuse.ops.call import Body
+from moefuse.ops.meaning.call import Body
 
 Lists = tuple[Sequence[Tensor], ...]
 """w_in, w_up, w_out, b_in, b_up, b_out."""

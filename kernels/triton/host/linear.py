@@ -18,7 +18,7 @@ from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted, aligned_rows,
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import Described
 from moefuse.kernels.triton.launch.record import as_value
-from moefuse.kernels.triton.problem import Tiles, power_of_two
+from moefuse.tuning.problem import Tiles, power_of_two
 
 NARROW = 64
 """Features up to which a product has tiles of its own."""

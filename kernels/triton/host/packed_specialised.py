@@ -18,7 +18,7 @@ from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import Described
-from moefuse.ops.call import Body
+from moefuse.ops.meaning.call import Body
 
 STEP = 64
 """Inputs of a step, which rows have in an order of their own; and features that one group has of each half."""

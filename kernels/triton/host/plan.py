@@ -23,8 +23,8 @@ from moefuse.kernels.triton.host.operands import Operand, address_table, describ
 from moefuse.kernels.triton.launch import dispatcher
 from moefuse.kernels.triton.launch.driver_launch import Direct, launch_again
 from moefuse.kernels.triton.launch.launch import INTERPRETED, Described, Launch, stream_of
-from moefuse.kernels.triton.problem import Config, Problem, Tiles, Vectors
-from moefuse.ops.call import ExpertsCall, cut
+from moefuse.ops.meaning.call import ExpertsCall, cut
+from moefuse.tuning.problem import Config, Problem, Tiles, Vectors
 
 MAX_KNOWN = 4096
 """Sets of separate Parameters that a plan remembers; beyond, it forgets them."""

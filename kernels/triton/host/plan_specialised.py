@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from moefuse.kernels.triton.hopper.available import available
 from moefuse.kernels.triton.hopper.forms import Cut, Form, cut_of
 from moefuse.kernels.triton.host.specialised import DTYPES, reaches_over, rows_in, rows_out, weights
-from moefuse.kernels.triton.problem import Tiles
+from moefuse.tuning.problem import Tiles
 
 if TYPE_CHECKING:
     from moefuse.kernels.triton.host.plan import Plan

@@ -13,7 +13,7 @@ from moefuse.kernels.triton.host import plan_specialised
 from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, TILE_FIELDS, UNROLLED, precision_of, rows_descriptor
 from moefuse.kernels.triton.host.operands import is_apart
 from moefuse.kernels.triton.launch.launch import Described
-from moefuse.kernels.triton.problem import Tiles, power_of_two
+from moefuse.tuning.problem import Tiles, power_of_two
 
 APART_ROWS = 128
 """Rows of a tile from which on descriptors show experts that are apart."""

@@ -9,7 +9,7 @@ import torch
 
 from moefuse.kernels.triton.device import combine, gemv
 from moefuse.kernels.triton.device.structs import Blocks, Experts, Factor, Form, Rows
-from moefuse.kernels.triton.problem import Vectors, power_of_two
+from moefuse.tuning.problem import Vectors, power_of_two
 
 if TYPE_CHECKING:
     from moefuse.kernels.triton.host.plan import Plan

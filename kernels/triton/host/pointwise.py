@@ -11,7 +11,7 @@ from moefuse.kernels.triton.device.structs import Halves, Rows, Wanted
 from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.host.sorted_rows import Sorted, bins, blocks, rows_of, whole
 from moefuse.kernels.triton.launch.calls import launch
-from moefuse.ops.call import Body
+from moefuse.ops.meaning.call import Body
 
 
 def pair(

@@ -16,8 +16,8 @@ from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows
 from moefuse.kernels.triton.host.token_codes import Rounded, coding
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import Described
-from moefuse.ops.call import Body
-from moefuse.ops.encoding import EXPONENTS
+from moefuse.ops.meaning.call import Body
+from moefuse.ops.meaning.encoding import EXPONENTS
 
 GROUP = 128
 """Inputs of a step, which are those of a scale of rows and of weights, where it is not for all inputs."""

@@ -18,7 +18,7 @@ from moefuse.kernels.triton.device import rows as moving
 from moefuse.kernels.triton.device.structs import Rows
 from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, TILE_FIELDS, UNROLLED, Device, device_of
 from moefuse.kernels.triton.launch.calls import launch
-from moefuse.kernels.triton.problem import Tiles, power_of_two
+from moefuse.tuning.problem import Tiles, power_of_two
 
 Lists = Sequence[Tensor]
 

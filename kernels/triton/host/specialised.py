@@ -18,7 +18,7 @@ from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows, whole
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import Described
 from moefuse.kernels.triton.launch.record import as_value
-from moefuse.kernels.triton.problem import BLOCK_INPUTS
+from moefuse.tuning.problem import BLOCK_INPUTS
 
 DTYPES = (torch.bfloat16, torch.float16)
 """What they multiply."""

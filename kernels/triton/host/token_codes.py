@@ -16,10 +16,10 @@ from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.host.sorted_rows import Sorted, bins, blocks, fit
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import INTERPRETED, Described
-from moefuse.kernels.triton.problem import Tiles, power_of_two
-from moefuse.ops.coded_weights import Codes
-from moefuse.ops.encoding import Encoding
-from moefuse.ops.token_codes import CODES, Rounding
+from moefuse.ops.meaning.coded_weights import Codes
+from moefuse.ops.meaning.encoding import Encoding
+from moefuse.ops.meaning.token_codes import CODES, Rounding
+from moefuse.tuning.problem import Tiles, power_of_two
 
 AT_ONCE, LARGE = 4, 1 << 24
 """Groups that a program of rounding makes, where rows have so many elements that the device is full anyway."""

@@ -18,7 +18,7 @@ from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted, aligned_rows,
 from moefuse.kernels.triton.launch.calls import launch, launch_once
 from moefuse.kernels.triton.launch.launch import Described
 from moefuse.kernels.triton.launch.record import as_step
-from moefuse.kernels.triton.problem import Tiles
+from moefuse.tuning.problem import Tiles
 
 
 def grad_sizes(mean_rows: float, aligned: bool, scaled: bool, dtype: torch.dtype, device: Device) -> tuple[int, Tiles]:

@@ -14,9 +14,9 @@ from moefuse.kernels.triton.host.layout import Device, device_of, first_features
 from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.host.sorted_rows import Sorted
 from moefuse.kernels.triton.launch.calls import launch
-from moefuse.ops.call import Body
-from moefuse.ops.encoding import BITS, EXPONENTS, Encoding
-from moefuse.ops.token_codes import CODES
+from moefuse.ops.meaning.call import Body
+from moefuse.ops.meaning.encoding import BITS, EXPONENTS, Encoding
+from moefuse.ops.meaning.token_codes import CODES
 
 QUARTER = 16
 """Bytes of a row that one thread reads at once: the least that blocks of scales are long."""

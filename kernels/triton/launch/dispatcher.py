@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse import _torch_private, cache_folder, environment, slow_paths
+from moefuse import _torch_private
 from moefuse.errors import first_line
 from moefuse.kernels.triton.launch.driver_launch import SWITCH, Direct
+from moefuse.machine import cache_folder, environment, slow_paths
 
 log = logging.getLogger(__name__)
 

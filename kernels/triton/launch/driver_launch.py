@@ -16,8 +16,8 @@ from typing import Any
 
 import triton
 
-from moefuse import environment
 from moefuse.kernels.triton.launch.launch import Described, Launch
+from moefuse.machine import environment
 
 SWITCH = "MOEFUSE_DIRECT_LAUNCH"
 """Environment variable; 0 leaves all launches to Triton."""

@@ -12,7 +12,7 @@ from moefuse.kernels.triton.device.structs import Rows
 from moefuse.kernels.triton.host.layout import DTYPES
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.record import recorded
-from moefuse.ops.call import Body
+from moefuse.ops.meaning.call import Body
 
 BLOCK = 512
 

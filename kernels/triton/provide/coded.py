@@ -22,10 +22,10 @@ from moefuse.kernels.triton.host.token_codes import Rounded
 from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.provide import library, packed, rounded, unpacked, words
 from moefuse.kernels.triton.provide.products import Own
-from moefuse.ops.call import Stack
 from moefuse.ops.coded import CodedCall, CodedGrads
-from moefuse.ops.coded_weights import Codes
-from moefuse.ops.encoding import Encoding
+from moefuse.ops.meaning.call import Stack
+from moefuse.ops.meaning.coded_weights import Codes
+from moefuse.ops.meaning.encoding import Encoding
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

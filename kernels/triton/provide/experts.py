@@ -17,7 +17,7 @@ from moefuse.kernels.triton.launch.kinds import kind_of_list
 from moefuse.kernels.triton.launch.launch import INTERPRETED, tf32_allowed
 from moefuse.kernels.triton.launch.record import forget_records
 from moefuse.kernels.triton.provide import library, training
-from moefuse.ops.call import ExpertsCall, cut
+from moefuse.ops.meaning.call import ExpertsCall, cut
 from moefuse.runtime import providers
 
 NAME = "triton"

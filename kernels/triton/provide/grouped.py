@@ -18,7 +18,7 @@ from moefuse.kernels.triton.host.layout import DTYPES
 from moefuse.kernels.triton.host.sorted_rows import Lists
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.record import recorded
-from moefuse.ops.call import first_tensor
+from moefuse.ops.meaning.call import first_tensor
 
 
 def supports(first: Any, *rest: object) -> str | None:

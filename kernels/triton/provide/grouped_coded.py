@@ -12,7 +12,7 @@ from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
 from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.provide import packed, unpacked
 from moefuse.kernels.triton.provide.coded import DTYPES
-from moefuse.ops.coded_weights import Codes, codes_of
+from moefuse.ops.meaning.coded_weights import Codes, codes_of
 
 __all__ = ["grouped_linear_coded", "grouped_linear_coded_backward", "supports"]
 

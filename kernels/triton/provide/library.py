@@ -21,9 +21,9 @@ from moefuse.kernels.triton.host.pointwise import Activation
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
 from moefuse.kernels.triton.launch.calls import run
 from moefuse.kernels.triton.launch.record import recorded
-from moefuse.kernels.triton.problem import Problem, problem_of
-from moefuse.ops.call import ExpertsCall
+from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.tuning import store
+from moefuse.tuning.problem import Problem, problem_of
 
 NAME = "grouped_mm"
 FORMS = ("all", "down")

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from moefuse.kernels.triton.launch.calls import launch, launch_traced
 from moefuse.kernels.triton.launch.record import recorded
-from moefuse.kernels.triton.problem import power_of_two
 from moefuse.kernels.triton.provide.router import DTYPES
-from moefuse.ops.recipe import few_rows
-from moefuse.ops.reference import router_logits_reference
+from moefuse.ops.meaning.recipe import few_rows
+from moefuse.ops.meaning.reference import router_logits_reference
+from moefuse.tuning.problem import power_of_two
 
 _EXPERTS = 2
 """Logits of a program."""

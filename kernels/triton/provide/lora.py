@@ -19,7 +19,7 @@ from moefuse.kernels.triton.provide import lora_vectors
 from moefuse.kernels.triton.provide.grouped import supports
 from moefuse.kernels.triton.provide.products import Own
 from moefuse.ops.lora import LoraCall, LoraGradCall, Term
-from moefuse.ops.reference import accumulation_dtype
+from moefuse.ops.meaning.reference import accumulation_dtype
 from moefuse.runtime.lora import columns
 
 __all__ = ["experts_lora", "experts_lora_backward", "experts_lora_forward", "experts_lora_hidden", "supports"]

@@ -20,10 +20,10 @@ from moefuse.kernels.triton.host.layout import device_of, in_triton
 from moefuse.kernels.triton.host.linear import Weight, weight
 from moefuse.kernels.triton.host.plan import Plan
 from moefuse.kernels.triton.launch.calls import launch
-from moefuse.kernels.triton.problem import Config, power_of_two, problem_of
 from moefuse.ops.lora import LoraCall, Term
-from moefuse.ops.reference import accumulation_dtype
+from moefuse.ops.meaning.reference import accumulation_dtype
 from moefuse.runtime.lora import columns
+from moefuse.tuning.problem import Config, power_of_two, problem_of
 
 MOST_SLOTS, MOST_ROWS = 64, 2.0
 """Slots, and mean rows of an expert that has any, up to which vectors are taken where ``moefuse::experts`` would take tiles: its tiles do

@@ -11,9 +11,9 @@ from torch import Tensor
 from moefuse.kernels.triton.device import ranks
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.record import recorded
-from moefuse.kernels.triton.problem import power_of_two
-from moefuse.ops.reference import accumulation_dtype
+from moefuse.ops.meaning.reference import accumulation_dtype
 from moefuse.runtime.ranks import numbers_dtype
+from moefuse.tuning.problem import power_of_two
 
 _IDS = 1024
 _BLOCK = 2048

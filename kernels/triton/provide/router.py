@@ -10,8 +10,8 @@ from torch import Tensor
 from moefuse.kernels.triton.device import router
 from moefuse.kernels.triton.launch.calls import launch, launch_traced
 from moefuse.kernels.triton.launch.record import recorded
-from moefuse.kernels.triton.problem import power_of_two
-from moefuse.ops.recipe import Recipe
+from moefuse.ops.meaning.recipe import Recipe
+from moefuse.tuning.problem import power_of_two
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_EXPERTS = 1024

@@ -19,9 +19,9 @@ from moefuse.kernels.triton.device import symm
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.kernels.triton.launch.record import recorded
-from moefuse.kernels.triton.problem import power_of_two
-from moefuse.ops.reference import accumulation_dtype
+from moefuse.ops.meaning.reference import accumulation_dtype
 from moefuse.runtime.ranks import numbers_dtype
+from moefuse.tuning.problem import power_of_two
 
 _BLOCK = 2048
 """Elements that a program has in flight."""

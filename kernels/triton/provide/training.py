@@ -18,8 +18,8 @@ from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
 from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.provide.grouped import supports
 from moefuse.kernels.triton.provide.products import Library, Own, products
-from moefuse.ops.call import ExpertsCall, Stack
-from moefuse.ops.grad_calls import InCall, OutCall, RowsCall
+from moefuse.ops.meaning.call import ExpertsCall, Stack
+from moefuse.ops.meaning.grad_calls import InCall, OutCall, RowsCall
 
 __all__ = ["experts_backward_in", "experts_backward_out", "experts_backward_rows", "experts_forward", "experts_hidden", "supports"]
 

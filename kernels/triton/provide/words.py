@@ -13,10 +13,10 @@ from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.host.words import Part
 from moefuse.kernels.triton.launch.launch import INTERPRETED
-from moefuse.kernels.triton.problem import power_of_two
 from moefuse.kernels.triton.provide import projections
 from moefuse.kernels.triton.provide.projections import Projections
 from moefuse.ops.coded import CodedCall
+from moefuse.tuning.problem import power_of_two
 
 LONE = 8
 """Tokens up to which a call is made by ``host/alone.py``, where few of its slots have an expert in common (``few_shared``)."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from moefuse.kernels.triton.host.layout import Device, Lists
 from moefuse.kernels.triton.host.plan import Plan
-from moefuse.kernels.triton.problem import Config, Problem
-from moefuse.ops.activations import ACTIVATIONS
-from moefuse.ops.call import Body, ExpertsCall, stacks
+from moefuse.ops.meaning.activations import ACTIVATIONS
+from moefuse.ops.meaning.call import Body, ExpertsCall, stacks
+from moefuse.tuning.problem import Config, Problem
 
 SETS = ((8, 8), (64, 4), (512, 3))
 """(up to so many tokens, so many routings); two for more. Few tokens hit few experts, so one routing says little."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from moefuse.kernels.triton.config import fit, rules, specialised_tiles, table
 from moefuse.kernels.triton.host.layout import Device
-from moefuse.kernels.triton.problem import Config, Problem, Tiles, Vectors, power_of_two
+from moefuse.tuning.problem import Config, Problem, Tiles, Vectors, power_of_two
 
 NEAR = 3
 """Entries of the table that a search begins with."""

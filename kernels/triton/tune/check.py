@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moefuse.kernels.triton.tune.call import Call
-from moefuse.ops.reference import experts_reference
+from moefuse.ops.meaning.reference import experts_reference
 
 SAMPLE = 16
 ALLOWED = 1.1

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from moefuse.kernels.triton.host.layout import device_of
-from moefuse.kernels.triton.problem import Config, Problem
 from moefuse.kernels.triton.tune.call import Kind, make
+from moefuse.tuning.problem import Config, Problem
 
 Job = tuple[Problem, Kind, Config]
 Compiler = Callable[[Sequence[Job], float], list[str | None]]

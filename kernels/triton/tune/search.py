@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 
 from moefuse.kernels.triton.config import choose, shipped
 from moefuse.kernels.triton.host.layout import device_of
-from moefuse.kernels.triton.problem import Config
 from moefuse.kernels.triton.provide import library
 from moefuse.kernels.triton.tune import candidates
 from moefuse.kernels.triton.tune.call import Call
 from moefuse.kernels.triton.tune.check import Truth
 from moefuse.kernels.triton.tune.compiling import Compiler
 from moefuse.kernels.triton.tune.timing import Timer
+from moefuse.tuning.problem import Config
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.reference import accumulation_dtype
+from moefuse.ops.meaning.reference import accumulation_dtype
 from moefuse.runtime.collectives import all_to_all, is_fake
 from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.peers import running

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.reference import accumulation_dtype
+from moefuse.ops.meaning.reference import accumulation_dtype
 from moefuse.runtime.collectives import all_to_all
 from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.transports.all_to_all import destinations, exchanged_counts

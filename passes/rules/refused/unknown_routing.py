@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse._dynamo.values import unbacked
+from moefuse.capture.dynamo.values import unbacked
 from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import SIZE_QUERIES

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.ops.encoding import Encoding
+from moefuse.ops.meaning.encoding import Encoding
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import same, same_shape, shape_of
 from moefuse.passes.infer.operands import real

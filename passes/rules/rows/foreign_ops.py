@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from moefuse.ops.encoding import MADE, POWERS, Encoding, Packing, Rounding
+from moefuse.ops.meaning.encoding import MADE, POWERS, Encoding, Packing, Rounding
 
 By = Literal["one", "ids", "ends"]
 """Rows meet the one weight that is given; the weights of their ids; or those of the experts whose rows end there."""

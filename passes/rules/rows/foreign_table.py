@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moefuse.errors import first_line
-from moefuse.ops.encoding import BITS, Encoding, Packing, dequantise
+from moefuse.ops.meaning.encoding import BITS, Encoding, Packing, dequantise
 
 _CODES = 1 << BITS
 _FEATURES = 48

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.ops.encoding import parse
+from moefuse.ops.meaning.encoding import parse
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.infer.routings import routing_of

@@ -11,9 +11,9 @@ from unittest import mock
 
 from torch.fx import Node
 
-from moefuse._dynamo import module_calls, relations, values
+from moefuse.capture.dynamo import module_calls, relations, values
 from moefuse.capture.frame import Frame
-from moefuse.ops import composite
+from moefuse.ops.meaning import composite
 from moefuse.passes import driver
 from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.storage import Memory

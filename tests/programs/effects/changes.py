@@ -19,9 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moefuse
-from moefuse import _torch_private, history, nothing_found, publish
-from moefuse.compilations import is_in
-from moefuse.report import FusionReport
+from moefuse import _torch_private
+from moefuse.diagnosis import missed_layers
+from moefuse.pipeline import publish
+from moefuse.report import history
+from moefuse.report.compilations import is_in
+from moefuse.report.report import FusionReport
 from tests.programs.effects.broken import Broken
 
 H, E, K = 8, 4, 2
@@ -312,13 +315,13 @@ def _light() -> Iterator[None]:
 
 
 def _spoken_ever(report: FusionReport, here: FusionReport, found: Any, shards: Any, start: int) -> bool:
-    return nothing_found._spoken_of(report, found, shards)
+    return missed_layers._spoken_of(report, found, shards)
 
 
 FAULTS: dict[str, Broken] = {
     "fused in any mode is fused in this": (
         (history, "lost", lambda report, owner: None),
-        (nothing_found, "_fine", _spoken_ever),
+        (missed_layers, "_fine", _spoken_ever),
     ),
 }
 """Root causes, as what stands in their place when moefuse is broken."""

@@ -18,9 +18,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moefuse import Options, _torch_private, pipeline
+from moefuse import Options, _torch_private
 from moefuse.capture import entry
-from moefuse.report import FusionReport
+from moefuse.pipeline import rewrite
+from moefuse.report.report import FusionReport
 from tests.programs.effects import layers, words
 from tests.programs.effects.ambient import AROUND
 from tests.programs.effects.layers import SIZED, H
@@ -249,14 +250,14 @@ def _fusing(p: Program, report: FusionReport, behind: str, patient: bool = True)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         frame = entry.frame()
-        found, saved = pipeline.rewrite_and_keep(gm, example_inputs, own, frame)
+        found, saved = rewrite.rewrite_and_keep(gm, example_inputs, own, frame)
         report.extend(found)
         if not patient and report.skipped and not report.fused and p.spelling.body in SIZED:
             raise RefusedError
         if behind == "eager" or _torch_private.forward_level():  # as moefuse's backend: no compiler's code keeps tangents
             return gm.forward
         compiler = functools.partial(torch._dynamo.lookup_backend(behind), gm, example_inputs)
-        return pipeline.compile_or_restore(gm, found, saved, frame, compiler)
+        return rewrite.compile_or_restore(gm, found, saved, frame, compiler)
 
     def read(_arguments: Mapping[str, Any]) -> Options:
         return own

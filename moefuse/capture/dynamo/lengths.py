@@ -1,0 +1,58 @@
+"""How many places a mask without elements has: a size that is not known, where ranks must trace the same program.
+
+Torch knows that it is zero. A program that asks (``if t.numel() == 0: continue``) then has no experts in its graph, and would not take part
+in the calls that other ranks' graphs make.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moefuse.capture.dynamo import hooks
+
+_MEMOS = {"nonzero": "nonzero_memo", "_unique2": "unique_memo", "_unique": "unique_memo"}
+"""Operation -> the attribute of a fake argument with the length that it gave before."""
+
+
+def keep_open() -> None:
+    """From now on, for frames of moefuse's own backend whose sizes may depend on data; nothing with a torch that keeps them elsewhere."""
+    from torch._subclasses import fake_impls
+
+    op_implementations_dict = getattr(fake_impls, "op_implementations_dict", {})
+    for name, memo in _MEMOS.items():
+        op = getattr(torch.ops.aten, name).default
+        known = op_implementations_dict.get(op)
+        if known is not None and not hasattr(known, "moefuse"):
+            op_implementations_dict[op] = _open(known, memo)
+
+
+def _open(original: Callable[..., Any], memo: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def fake(mode: Any, func: Any, arg: Any, *args: Any, **named: Any) -> Any:
+        if _none(arg) and _wanted(mode) and getattr(arg, memo, 0) is None:
+            setattr(arg, memo, _some(mode.shape_env))
+        return original(mode, func, arg, *args, **named)
+
+    fake.moefuse = True  # type: ignore[attr-defined]
+    return fake
+
+
+def _none(arg: torch.Tensor) -> bool:
+    return any(isinstance(size, int) and size == 0 for size in arg.shape)
+
+
+def _wanted(mode: Any) -> bool:
+    observer = hooks.current()
+    return observer is not None and observer.scalars and mode.shape_env is not None and mode.shape_env.allow_dynamic_output_shape_ops
+
+
+def _some(environment: Any) -> Any:
+    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+
+    size = environment.create_unbacked_symint()
+    _constrain_range_for_size(size)
+    return size

@@ -1,0 +1,79 @@
+"""Lists of the traced program that capture has to watch: who looks into them, and what is appended."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from moefuse.capture.dynamo import values
+
+_looked: dict[int, tuple[Any, Callable[[], None]]] = {}
+
+
+def appends(translator: Any, inst: Any) -> tuple[Any, Any] | None:
+    """(list, value) if the instruction calls ``list.append(value)``."""
+    if inst.opname != "CALL" or inst.arg != 1 or len(translator.stack) < 3:
+        return None
+    from torch._dynamo.variables.lists import ListVariable
+
+    for variable in translator.stack[-3:-1]:
+        # GetAttrVariable; from torch 2.15 on a CallMethodVariable
+        name = getattr(variable, "name", None) or getattr(variable, "method_name", None)
+        if name == "append" and hasattr(variable, "obj"):
+            owner = values.plain(variable.obj)
+            return (owner, translator.stack[-1]) if isinstance(owner, ListVariable) else None
+    return None
+
+
+def callee(translator: Any, inst: Any) -> Any:
+    """The function that an instruction calls, if Dynamo does not trace into it; None for any other instruction."""
+    if not inst.opname.startswith("CALL") or inst.arg is None or "EX" in inst.opname:
+        return None
+    for variable in map(values.realized, translator.stack[-inst.arg - 2 : len(translator.stack) - inst.arg]):
+        found = (
+            getattr(variable, "value", None) if type(variable).__name__ == "TorchInGraphFunctionVariable" else getattr(variable, "fn", None)
+        )
+        if callable(found):
+            return found
+    return None
+
+
+def watch(variable: Any, looked: Callable[[], None]) -> None:
+    """Call ``looked`` before anything reads the items of a list from here on."""
+    if id(variable) in _looked and _looked[id(variable)][0]() is variable:
+        return
+    _looked[id(variable)] = weakref.ref(variable, functools.partial(_forget, id(variable))), looked
+    variable.__class__ = _watched()
+
+
+def watches(variable: Any) -> bool:
+    """Whether a list is watched."""
+    return id(variable) in _looked and _looked[id(variable)][0]() is variable
+
+
+@functools.cache
+def _watched() -> type:
+    from torch._dynamo.variables.lists import ListVariable
+
+    class WatchedList(ListVariable):
+        """A list whose items are looked at through :func:`watch`. They lie where they always do, for whoever walks over all attributes."""
+
+        @property
+        def items(self) -> Any:
+            known = _looked.get(id(self))
+            if known is not None and known[0]() is self:
+                known[1]()
+            return self.__dict__["items"]
+
+        @items.setter
+        def items(self, new: Any) -> None:
+            self.__dict__["items"] = new
+
+    return WatchedList
+
+
+def _forget(key: int, dead: Any) -> None:
+    if _looked.get(key, (None, None))[0] is dead:
+        del _looked[key]

@@ -1,0 +1,324 @@
+"""What Dynamo knows about the values of the program that it traces: variables, their graph nodes, constants and symbols."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.program.breaks import TORCH
+
+
+def plain(variable: Any) -> Any:
+    """A variable behind Dynamo's laziness, unless looking at it would be its first use."""
+    from torch._dynamo.variables.lazy import LazyVariableTracker
+
+    if isinstance(variable, LazyVariableTracker):
+        return variable.realize() if variable.is_realized() else variable
+    return variable
+
+
+def realized(variable: Any) -> Any:
+    """A variable behind Dynamo's laziness."""
+    return variable.realize() if hasattr(variable, "realize") else variable
+
+
+def tensor_node(variable: Any) -> Node | None:
+    """The graph node of a tensor variable; None for anything else."""
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    return variable.as_proxy().node if isinstance(variable, TensorVariable) else None
+
+
+def symbol(variable: Any) -> Any:
+    """The SymInt or SymBool of a symbolic number; None for anything else."""
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    number = variable.sym_num if isinstance(variable, SymNodeVariable) else None
+    return number if isinstance(number, torch.SymInt | torch.SymBool) else None
+
+
+def number_node(variable: Any) -> Node | None:
+    """The graph node of a symbolic number; None for anything else."""
+    return variable.as_proxy().node if symbol(variable) is not None else None
+
+
+def known(variable: Any) -> Any:
+    """The graph node of a tensor or a symbolic number, or a constant integer itself; None for anything else."""
+    variable = plain(variable)
+    node = tensor_node(variable)
+    node = number_node(variable) if node is None else node
+    if node is not None:
+        return node
+    value = variable.as_python_constant() if is_constant(variable) else None
+    return value if type(value) is int else None
+
+
+def unbacked(value: Any) -> set[Any]:
+    """Symbols in a size or a tensor's shape whose values only the run knows."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return set(free_unbacked_symbols(value))
+
+
+def symbolic(variable: Any) -> bool:
+    """Whether a variable is a number without a known value, or a list or tuple with one in it."""
+    return bool(_numbers(variable))
+
+
+def of_the_run(variable: Any) -> bool:
+    """Whether a variable is, or has in it, a number whose value only the run knows."""
+    return any(unbacked(number.sym_num) for number in _numbers(variable))
+
+
+def _numbers(variable: Any) -> list[Any]:
+    """The symbolic numbers that a variable is, or has in it."""
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    variable = plain(variable)
+    return [variable] if isinstance(variable, SymNodeVariable) else [n for item in _items(variable) for n in _numbers(item)]
+
+
+def contains(translator: Any, items: list[Any], search: Any) -> Any:
+    """``search in items``, of which some are symbolic: equal to a constant among them, or to one of those, as a condition."""
+    from torch._dynamo.variables.builder import SourcelessBuilder
+
+    def call(function: Any, *arguments: Any) -> Any:
+        return SourcelessBuilder.create(translator, function).call_function(translator, list(arguments), {})
+
+    wanted = search.as_python_constant()
+    if any(is_constant(plain(x)) and plain(x).as_python_constant() == wanted for x in items):
+        return constant(True)
+    return functools.reduce(functools.partial(call, operator.or_), [call(operator.eq, x, search) for x in items if symbolic(x)])
+
+
+def settled(variable: Any) -> Any:
+    """A symbolic number as the constant that it is now, which is guarded; any other variable as it is."""
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    return constant(variable.evaluate_expr()) if isinstance(plain(variable), SymNodeVariable) else variable
+
+
+def number_like(variable: Any) -> bool:
+    """Whether a variable is a number, known or not."""
+    variable = plain(variable)
+    return symbolic(variable) or (is_constant(variable) and isinstance(variable.as_python_constant(), int | float | complex))
+
+
+def _items(variable: Any) -> list[Any]:
+    from torch._dynamo.variables.lists import BaseListVariable
+
+    return list(variable.items) if isinstance(variable, BaseListVariable) else []
+
+
+def expression(number: Any) -> Any:
+    """The expression of a size or a condition on sizes; ``u // 8`` is a fraction in it where the program needs a multiple of 8."""
+    import sympy  # here: importing moefuse must stay cheap
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    expr = sympy.sympify(getattr(number.node, "expr", None))
+    if expr is None:
+        return None
+    floors = [f for f in expr.atoms(sympy.Function) if type(f).__name__ == "FloorDiv" and f.args[1].is_Integer]
+    environment = number.node.shape_env
+    exact = [f for f in floors if statically_known_true(environment.create_symintnode(f.args[0], hint=None) % int(f.args[1]) == 0)]
+    return expr.subs({f: f.args[0] / f.args[1] for f in exact})
+
+
+def always(condition: Any, environment: Any) -> bool:
+    """Whether a condition (an expression) holds for all sizes of the inputs that the graph is guarded to have."""
+    import sympy  # here: importing moefuse must stay cheap
+
+    if condition == sympy.true:
+        return True
+    # What is known of a size that only the run knows may be known from the very condition.
+    if not isinstance(condition, sympy.Ge | sympy.Gt | sympy.Le | sympy.Lt) or unbacked(condition):
+        return False
+    bounds = environment.bound_sympy(condition.gts - condition.lts)
+    return bool(bounds.lower > 0 if isinstance(condition, sympy.Gt | sympy.Lt) else bounds.lower >= 0)
+
+
+def undecided(number: Any) -> bool:
+    """Whether the bounds that are known of sizes leave it open if a condition on them holds."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return not isinstance(number, torch.SymBool) or not (statically_known_true(number) or statically_known_true(torch.sym_not(number)))
+
+
+def hint(size: Any) -> int | None:
+    """What a size of an input is in the call that is compiled; None of one that only the run knows."""
+    known = None if unbacked(size) else size.node.hint
+    return int(known) if isinstance(known, int) else None
+
+
+def marked_dims(node: Any) -> Collection[int]:
+    """Dimensions of an input of which the user says that they are dynamic; a guard for one number there is an error to Dynamo."""
+    given = node.meta.get("grapharg")
+    example = None if given is None else given.example
+    return getattr(example, "_dynamo_dynamic_indices", ())
+
+
+def inputs_of(graph: Any) -> dict[int, str]:
+    """The tensors that a graph is given: their identities, and their names in it, which Dynamo makes from those in the program."""
+    given = {node: node.meta.get("grapharg") for node in graph.nodes if node.op == "placeholder"}
+    return {id(one.example): node.target for node, one in given.items() if one is not None and isinstance(one.example, torch.Tensor)}
+
+
+def unbacked_in(value: Any) -> set[Any]:
+    """Such symbols in whatever a node's value is: a tensor, a number, or a tuple of them."""
+    if isinstance(value, tuple | list):
+        return {symbol for item in value for symbol in unbacked_in(item)}
+    return unbacked(value) if isinstance(value, torch.Tensor | torch.SymInt | torch.SymBool | torch.SymFloat) else set()
+
+
+def is_list_iterator(variable: Any) -> bool:
+    """Whether a variable is the iterator of a list."""
+    from torch._dynamo.variables.lists import ListIteratorVariable
+
+    return isinstance(variable, ListIteratorVariable)
+
+
+def is_iterator(variable: Any) -> bool:
+    """Whether a variable is an iterator of any kind that Dynamo has a class for."""
+    from torch._dynamo.variables.iter import IteratorVariable
+
+    return is_list_iterator(variable) or isinstance(variable, IteratorVariable)
+
+
+def is_generator(variable: Any) -> bool:
+    """Whether a variable is a generator that nobody has listed."""
+    from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+
+    return isinstance(variable, LocalGeneratorObjectVariable)
+
+
+def polyfilled(code: Any) -> bool:
+    """Whether code is Dynamo's own, in place of a builtin function."""
+    return "_dynamo/polyfills" in code.co_filename.replace("\\", "/")
+
+
+def enumerates(code: Any) -> bool:
+    """Whether code is that of ``enumerate``."""
+    return code.co_name == "enumerate" and polyfilled(code)
+
+
+def users(translator: Any) -> Any:
+    """The translator of the user's code that runs a builtin function or one of torch's; the same one where no user's is around it."""
+    found = translator
+    while found.f_code.co_filename.startswith(TORCH) and getattr(found, "parent", None) is not None:
+        found = found.parent
+    return translator if found.f_code.co_filename.startswith(TORCH) else found
+
+
+def asserted(translator: Any, variable: Any, holds: bool, text: str) -> bool:
+    """Record an assertion about a tensor of one element, as Dynamo does where its message is a constant; whether it is one."""
+    from torch._dynamo import config
+    from torch._dynamo.variables.base import VariableTracker
+
+    node = tensor_node(variable)
+    value = node.meta.get("example_value") if node is not None else None
+    if not isinstance(value, torch.Tensor) or any(type(size) is not int or size != 1 for size in value.shape):
+        return False
+    if not config.rewrite_assert_with_torch_assert or sys.flags.optimize or handles_errors(translator):
+        return False
+    checked = variable if holds else variable.call_method(translator, "logical_not", [], {})
+    arguments = (checked.as_proxy(), VariableTracker.build(translator, text).as_proxy())
+    translator.output.create_proxy("call_function", torch._assert_async, arguments, {})
+    return True
+
+
+def handles_errors(translator: Any) -> bool:
+    """Whether what fails here may be caught by the program, or noted on the way (``try``, ``with``), in this frame or a caller's."""
+    while translator is not None:
+        instruction = translator.current_instruction
+        if instruction is None or getattr(instruction, "exn_tab_entry", None) is not None:
+            return True
+        translator = getattr(translator, "parent", None)
+    return False
+
+
+def is_constant(variable: Any) -> bool:
+    """Whether a variable is a plain Python constant."""
+    from torch._dynamo.variables.constant import ConstantVariable
+
+    return isinstance(variable, ConstantVariable)
+
+
+def constant(value: object) -> Any:
+    """A Python constant as Dynamo's variable."""
+    from torch._dynamo.variables.constant import ConstantVariable
+
+    return ConstantVariable.create(value)
+
+
+def known_tensor(value: Any) -> torch.Tensor | None:
+    """The value of a one-element fake tensor that was computed from constants alone."""
+    known = getattr(value, "constant", None)
+    return known if isinstance(known, torch.Tensor) and known.numel() == 1 else None
+
+
+def row_tensor(translator: Any, literal: object, like: torch.Tensor) -> Any:
+    """``torch.tensor(literal)`` on the device of ``like``, recorded in the graph."""
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    proxy = translator.output.create_proxy("call_function", torch.tensor, (literal,), {"device": like.device, "dtype": like.dtype})
+    return wrap_fx_proxy(translator, proxy)
+
+
+def is_ndarray(variable: Any) -> bool:
+    """Whether a variable is an array of NumPy's, which Dynamo traces as a tensor."""
+    from torch._dynamo.variables.tensor import NumpyNdarrayVariable
+
+    return isinstance(variable, NumpyNdarrayVariable)
+
+
+def number_at(translator: Any, node: Node, index: int) -> Any:
+    """``tensor[index].item()``, recorded in the graph."""
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    source = torch.fx.Proxy(node, translator.output.current_tracer)
+    element = wrap_fx_proxy(translator, translator.output.create_proxy("call_function", operator.getitem, (source, index), {}))
+    return element.call_method(translator, "item", [], {})
+
+
+def with_numbers(translator: Any, variable: Any) -> Any:
+    """A list or tuple in which tensors of one integer are numbers, recorded in the graph; any other variable as it is."""
+    items = _items(plain(variable))
+    if not any(map(_one_integer, items)):
+        return variable
+    return new_list([plain(i).call_method(translator, "item", [], {}) if _one_integer(i) else i for i in items])
+
+
+def _one_integer(variable: Any) -> bool:
+    node = tensor_node(plain(variable))
+    value = None if node is None else node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and not value.dim() and value.dtype in (torch.int64, torch.int32)
+
+
+def new_list(items: list[Any]) -> Any:
+    """A new Python list."""
+    from torch._dynamo.variables.base import ValueMutationNew
+    from torch._dynamo.variables.lists import ListVariable
+
+    return ListVariable(items, mutation_type=ValueMutationNew())
+
+
+def graph_of(translator: Any) -> torch.fx.Graph:
+    """The graph that is being written: the frame's, or that of a higher-order operator's body."""
+    return translator.output.current_tracer.graph  # type: ignore[no-any-return]
+
+
+def whole_graph_of(translator: Any) -> torch.fx.Graph:
+    """The frame's graph."""
+    return translator.output.root_tracer.graph  # type: ignore[no-any-return]
+
+
+def python_state(translator: Any) -> tuple[object, ...]:
+    """Parts of a frame's state that are neither variables nor nodes, to compare."""
+    output = translator.output
+    return len(translator.block_stack), len(getattr(output, "random_calls", ())), len(translator.exn_vt_stack)

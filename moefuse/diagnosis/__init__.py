@@ -1,0 +1,1 @@
+"""What ``moefuse.explain`` runs, and the last look at a call in which experts were missed."""

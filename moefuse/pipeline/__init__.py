@@ -1,0 +1,1 @@
+"""One graph: fuse, or put it back, then say so."""

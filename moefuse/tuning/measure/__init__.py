@@ -1,0 +1,1 @@
+"""``moefuse.warmup``: what it measures, and the report of that."""
