@@ -25,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import gpu_shapes as gs  # noqa: E402
 
-from moefuse.ops.coded import CodedCall  # noqa: E402
+from moefuse.ops.meaning.coded_calls import CodedCall  # noqa: E402
 from moefuse.ops.meaning.encoding import EXPONENTS, MADE, Encoding, Packing, Rounding, dequantise  # noqa: E402
 from moefuse.runtime.coded import experts_coded as portable  # noqa: E402
 

@@ -108,8 +108,7 @@ def shard(kind: str, seed: int) -> dict[str, Any]:
 
 def _examples(kind: str, seed: int) -> dict[str, Any]:
     """Examples that hypothesis draws."""
-    from hypothesis import HealthCheck, Phase, given, settings
-    from hypothesis import seed as seeded
+    from hypothesis import HealthCheck, Phase, given, seed as seeded, settings
 
     drawn, check = DRAWN[kind]()
     done: set[str] = set()

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-TARGET = ROOT / "moefuse/view/advice.json"
+TARGET = ROOT / "moefuse/report/advice.json"
 
 
 def advice() -> dict[str, str]:

@@ -7,21 +7,19 @@ from typing import TYPE_CHECKING
 
 import moefuse.ops  # noqa: F401  # registers torch.ops.moefuse.*, which rewritten and cached graphs call
 from moefuse._version import __version__ as __version__
-from moefuse.api import compile as compile
-from moefuse.api import explain as explain
-from moefuse.api import warmup as warmup
+from moefuse.api import compile as compile, explain as explain, warmup as warmup
 from moefuse.config import Options as Options
-from moefuse.errors import FusionError as FusionError
-from moefuse.errors import OptionError as OptionError
-from moefuse.errors import ParallelError as ParallelError
-from moefuse.errors import PeerError as PeerError
-from moefuse.errors import RoutingError as RoutingError
-from moefuse.errors import TooManyTokens as TooManyTokens
+from moefuse.errors import (
+    FusionError as FusionError,
+    OptionError as OptionError,
+    ParallelError as ParallelError,
+    PeerError as PeerError,
+    RoutingError as RoutingError,
+    TooManyTokens as TooManyTokens,
+)
 from moefuse.integrations import on_import as _on_import
-from moefuse.replay.api import capture_routing as capture_routing
-from moefuse.replay.api import replay_routing as replay_routing
-from moefuse.report.history import last_report as last_report
-from moefuse.report.history import reports as reports
+from moefuse.replay.api import capture_routing as capture_routing, replay_routing as replay_routing
+from moefuse.report.history import last_report as last_report, reports as reports
 from moefuse.report.report import FusionReport as FusionReport
 from moefuse.spec import ExpertsSpec as ExpertsSpec
 from moefuse.tuning.measure.report import WarmupReport as WarmupReport

@@ -14,12 +14,14 @@ from moefuse import _torch_private, cache
 from moefuse.capture import entry
 from moefuse.capture.dynamo import armed, ddp
 from moefuse.config import Options
+from moefuse.diagnosis.doors import missed_layers
 from moefuse.errors import FusionError, OptionError
 from moefuse.pipeline import inference_inputs, publish, rewrite
 from moefuse.program.runs import Begun
 from moefuse.replay import calls
 from moefuse.replay.choices import opened
-from moefuse.report.quietly import history, nothing_found, quietly
+from moefuse.report.doors import history
+from moefuse.report.quietly import quietly
 from moefuse.report.report import FusionReport
 from moefuse.runtime import pieces
 
@@ -60,10 +62,10 @@ def backend(
     if not own.enabled or _torch_private.given_fakes():
         return _torch_private.compile_fx(gm, example_inputs, patches, name)
     frame = entry.frame()
-    nothing_found.watch(own)
+    missed_layers.watch(own)
     with _torch_private.random_stream_of(patches):
         report, saved = rewrite.rewrite_and_keep(gm, example_inputs, own, frame)
-    nothing_found.watch_lost(report, own)
+    missed_layers.watch_lost(report, own)
     history.record(report)
     with _torch_private.surfacing(FusionError):
         publish.publish(report, own)
@@ -127,17 +129,17 @@ def _capture_options(arguments: Mapping[str, Any]) -> Options | None:
 
 def _frame_skipped(report: FusionReport, own: Options, owner: object) -> None:
     """Dynamo gave up on a frame before it had a graph for us."""
-    nothing_found.watch_lost(report, own, owner)
+    missed_layers.watch_lost(report, own, owner)
     call = None if report.skipped else _torch_private.running_call()
     if call is None:
         history.record(report, owner)
     else:  # a call that raises takes nothing from what the report says of others
         record = functools.partial(history.record, report, owner, history.place(report))
         call.at_end(f"moefuse.skipped: {id(report)}", record, before=True)
-    nothing_found.watch(own, owner)
+    missed_layers.watch(own, owner)
     with _torch_private.surfacing(FusionError):
         publish.publish(report, own, owner)
 
 
-Begun.question, Begun.ended = staticmethod(_torch_private.kept_out), staticmethod(nothing_found.kept_out)
+Begun.question, Begun.ended = staticmethod(_torch_private.kept_out), staticmethod(missed_layers.kept_out)
 entry.enable(backend, _capture_options, _frame_skipped)

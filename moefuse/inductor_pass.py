@@ -15,7 +15,7 @@ from moefuse.config import Options
 from moefuse.errors import FusionError, OptionError
 from moefuse.passes.block.overlap_placement import start_early
 from moefuse.pipeline import publish, rewrite
-from moefuse.report.quietly import history
+from moefuse.report.doors import history
 
 
 class CacheStamp(CustomGraphPass):

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from dataclasses import replace as replaced
+from dataclasses import dataclass, field, replace as replaced
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,14 +17,13 @@ from torch.fx import Graph, GraphModule, Node
 
 import moefuse.ops  # noqa: F401  (the ops that the rewrite inserts)
 from moefuse import _torch_private
-from moefuse.capture import dummies
 from moefuse.errors import UNCOUNTED, first_line
 from moefuse.machine import environment
 from moefuse.passes.block.router_topk import one_kernel
 from moefuse.passes.block.shared_experts import join_shared
 from moefuse.passes.encodings.part import Coded
 from moefuse.passes.graph.applied import Functions, opened
-from moefuse.passes.graph.assumptions import Assumption, Undischarged
+from moefuse.passes.graph.assumptions import Assumption, Undischarged, erase_dummies
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import location, module_path, steps, traced_path
 from moefuse.passes.graph.named import named
@@ -54,8 +52,7 @@ from moefuse.passes.match.encodings import between, needed
 from moefuse.passes.match.gathered import standing
 from moefuse.passes.match.input_sizes import interpreted
 from moefuse.passes.match.lift import lift
-from moefuse.passes.match.packed_uses import silent
-from moefuse.passes.match.packed_uses import told as explained
+from moefuse.passes.match.packed_uses import silent, told as explained
 from moefuse.passes.match.refusals import refusals, text_of
 from moefuse.passes.match.unexplained import choices, unexplained
 from moefuse.passes.prove import backward, discharge
@@ -65,8 +62,8 @@ from moefuse.passes.prove.surroundings import rounded
 from moefuse.passes.prove.unconditional import unconditional
 from moefuse.passes.prove.verify import Verdict, verify
 from moefuse.program.steps import fold
+from moefuse.report.entries import Fused, RejectedError, Skipped
 from moefuse.report.quietly import quietly
-from moefuse.report.report import Fused, RejectedError, Skipped
 from moefuse.runtime.groups import Terms
 
 if TYPE_CHECKING:
@@ -123,7 +120,7 @@ def fuse(
         assumptions: what capture assumed while it traced the graph; those that the fused regions do not discharge are in the result.
         breaks: without moefuse the graph would break where sizes depend on data.
     """
-    dummies.erase(gm)
+    erase_dummies(gm)
     run = _Run(options, assumptions, breaks)
     run.result.undischarged += discharge.out_of_sight(gm, assumptions)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -137,7 +134,7 @@ def fuse(
 
 
 def _is_real(value: object) -> bool:
-    return not isinstance(value, torch._subclasses.FakeTensor)
+    return not isinstance(value, _torch_private.FakeTensor)
 
 
 def _fuse_module(gm: GraphModule, known: dict[Node, Any], run: _Run) -> None:
@@ -154,7 +151,7 @@ def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, 
     """Bodies of higher-order operators, with the values of the arguments they are called with."""
     out: dict[str, tuple[GraphModule, dict[Node, Any]]] = {}
     for node in gm.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+        if node.op != "call_function" or not isinstance(node.target, _torch_private.HigherOrderOperator):
             continue
         rest = [a for a in node.args if not (isinstance(a, Node) and a.op == "get_attr")]
         operands = [b for a in rest for b in (a if isinstance(a, tuple | list) else (a,))]

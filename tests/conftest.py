@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from moefuse.config import Options
-from moefuse.report.report import Fused, Skipped
+from moefuse.report.entries import Fused, Skipped
 
 _Case = TypeVar("_Case")
 

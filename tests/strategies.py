@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from hypothesis import Phase, reject, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, reject, settings, strategies as st
 
 from tests.programs.bodies import FORMS
 from tests.programs.mutations import Mutation

@@ -6,16 +6,14 @@ grew in a scope may be joined, be appended to, and be asked whether it is empty;
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from moefuse.capture.attempt import Attempt
 from moefuse.capture.bytecode import empties
 from moefuse.capture.dynamo import lists, values
 from moefuse.passes.graph.assumptions import Assumption
-
-if TYPE_CHECKING:
-    from moefuse.capture.attempt import Attempt
 
 _JOINS = (torch.cat, torch.concat, torch.concatenate)
 
@@ -23,8 +21,8 @@ _JOINS = (torch.cat, torch.concat, torch.concatenate)
 class Appends:
     """The lists of one attempt at a frame that have grown in a scope."""
 
-    def __init__(self, frame: Attempt) -> None:
-        self.frame = frame
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
         self._now: tuple[Any, Any] | None = None
         self._allowed = False
         self._first: dict[int, Assumption] = {}
@@ -34,9 +32,9 @@ class Appends:
         """An instruction is about to run that may append to a list, or look into one."""
         inst = tx.instructions[at]
         self._now, self._allowed = None, False
-        if inst.opname == "CALL" and (self.frame.scopes.open or self._first):
+        if inst.opname == "CALL" and (self.attempt.open or self._first):
             self._now = lists.appends(tx, inst)
-        elif inst.opname == "LIST_APPEND" and (self.frame.scopes.open or self._first):
+        elif inst.opname == "LIST_APPEND" and (self.attempt.open or self._first):
             self._now = values.realized(tx.stack[-1 - inst.arg]), tx.stack[-1]
         if not self._first:
             return
@@ -64,7 +62,7 @@ class Appends:
 
     def _looked(self, assumption: Assumption) -> None:
         if not self._allowed:
-            self.frame.refuse(assumption, "the list that it appends to is looked into")
+            self.attempt.refuse(assumption, "the list that it appends to is looked into")
 
     def _asks(self, tx: Any, at: int, variable: Any) -> bool:
         """Whether what follows only asks if a list is empty; assumes that it is not."""
@@ -72,8 +70,8 @@ class Appends:
         if not lists.watches(variable) or not empties(tx.instructions, at):
             return False
         nodes = [values.tensor_node(values.plain(v)) for v in vars(variable)["items"]]
-        place, location = self.frame.place(tx), self.frame.location(tx)
+        place, location = self.attempt.place(tx), self.attempt.location(tx)
         if None in nodes or not nodes:
-            self.frame.refuse(Assumption("list", place, location, None), "it asks for the length of a list of other things than tensors")
-        self.frame.assume(tx, Assumption("list", place, location, nodes[0], items=tuple(nodes)))  # type: ignore[arg-type]
+            self.attempt.refuse(Assumption("list", place, location, None), "it asks for the length of a list of other things than tensors")
+        self.attempt.assume(tx, Assumption("list", place, location, nodes[0], items=tuple(nodes)))  # type: ignore[arg-type]
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import types
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -13,22 +13,26 @@ import torch
 from torch import nn
 
 from moefuse import _torch_private
-from moefuse.capture import counts, dummies
-from moefuse.capture.appends import Appends
+from moefuse.capture import dummies
 from moefuse.capture.bytecode import Code
 from moefuse.capture.dynamo import control, relations, values
 from moefuse.capture.ledger import Ledger, refusals
-from moefuse.capture.loops import Loops
-from moefuse.capture.scopes import OTHER_WAY, Scopes
+from moefuse.capture.opened import Elements, Loop, Scope
 from moefuse.errors import CODES, first_line
+from moefuse.passes.graph import symbols
 from moefuse.passes.graph.assumptions import Assumption, Place, Undischarged
 from moefuse.passes.graph.module_names import Matching, ModuleNames
 from moefuse.program.breaks import Stop, code_at
-from moefuse.report.quietly import module_names
-from moefuse.report.report import FusionReport, Skipped
+from moefuse.report.doors import module_names
+from moefuse.report.entries import Skipped
+from moefuse.report.report import FusionReport
 
 log = logging.getLogger("moefuse.capture")
 
+OTHER_WAY = (
+    "on its other way other code runs (an `else`, break, return or raise); "
+    "where that is a pass for experts without tokens, none is needed: fused, all experts have gradients"
+)
 _ATTEMPTS = itertools.count(1)
 
 
@@ -57,11 +61,11 @@ class Attempt:
         self.ledger, self.log, self.flags, self._skipped, self.exclude, self.insists = ledger, log, flags, skipped, exclude, insists
         self.assumptions: list[Assumption] = []
         self.settled: set[Assumption] = set()
-        self.scopes = Scopes(self)
-        self.loops = Loops(self)
-        self.appends = Appends(self)
+        self.open: list[Scope] = []  # the innermost last
+        self.loops_made: list[Loop] = []
+        self.dummies: list[tuple[Assumption, list[torch.fx.Node]]] = []  # passes of experts without tokens, and what they recorded
         self.numpy = False
-        self.elements: list[counts.Elements] = []
+        self.elements: list[Elements] = []
         self.has_graph = False
         self.fused = False  # whether experts are, in the graph of this attempt
         self.related: Sequence[relations.Input] = []  # what the graph is given, where it writes to some of that
@@ -137,9 +141,19 @@ class Attempt:
 
     def assume(self, tx: Any, assumption: Assumption) -> None:
         """Put an assumption on record: no graph of this frame is used before it is discharged."""
-        self.scopes.only_outside_of_dummies()
+        self.only_outside_of_dummies()
         assumption.graph = values.graph_of(tx)
         self.assumptions.append(assumption)
+
+    def only_outside_of_dummies(self) -> None:
+        """Something is about to be assumed: of what shall come to nothing, every way would have to be seen."""
+        for scope in self.open:
+            if scope.then is not None:
+                self.refuse(scope.assumption, OTHER_WAY)
+
+    def represented(self) -> list[Loop]:
+        """The loops around this place of which representatives are traced."""
+        return [s.loop for s in self.open if s.loop is not None and s.loop.represented]
 
     def code_of(self, tx: Any) -> Code:
         known = self._code.get(id(tx.instructions))
@@ -165,10 +179,10 @@ class Attempt:
         """A branch, at which Dynamo is about to stop, depends on a number: the user is told if that is how many tokens an expert has."""
         from moefuse.passes.prove.concerns import counts_rows
 
-        symbols = values.unbacked(number) if number is not None else set()
-        if not symbols or not values.undecided(number) or self._told(tx):
+        found = symbols.unbacked(number) if number is not None else set()
+        if not found or not symbols.undecided(number) or self._told(tx):
             return
-        if any(counts_rows(graph, symbols) for graph in dict.fromkeys((values.graph_of(tx), values.whole_graph_of(tx)))):
+        if any(counts_rows(graph, found) for graph in dict.fromkeys((values.graph_of(tx), values.whole_graph_of(tx)))):
             self.tell(tx, "this branch", "it asks how many tokens an expert has")
             self._doubt = self.ledger.refusals[-1]
 
@@ -197,9 +211,9 @@ class Attempt:
             Dynamo's restart exception, always.
         """
         ledger = self.ledger
-        other = {s.assumption for s in self.scopes.open if s.then is not None}
+        other = {s.assumption for s in self.open if s.then is not None}
         problems = [Undischarged(p.assumption, OTHER_WAY) if p.assumption in other else p for p in problems]
-        if not ledger.unroll and any(loop.represented for loop in self.loops.made):
+        if not ledger.unroll and any(loop.represented for loop in self.loops_made):
             self.unroll("; ".join(p.detail for p in problems) or why)
         ledger.off = True
         ledger.met = self.related if self.crossed and not ledger.unrelated else ()
@@ -229,10 +243,6 @@ class Attempt:
         self.ledger.makes_leaves = False
         raise control.restart(self.log, "moefuse: gradients of a tensor that the call makes can be seen behind the graph")
 
-    def computed(self, tx: Any, nodes: Collection[torch.fx.Node]) -> bool:
-        """The value of a parametrised tensor was computed where the program first asks for it; whether that makes no difference."""
-        return self.scopes.computed(tx, nodes)
-
     def registers(self, tx: Any, why: str) -> NoReturn:
         """Start the frame again, and leave parametrisations to torch; ``tx`` is None where no place is known."""
         self.ledger.parametrizes = False
@@ -247,13 +257,13 @@ class Attempt:
 
     def unsettled(self, stop: Stop | None = None) -> list[Undischarged]:
         """Assumptions whose scope is still open. ``stop``: the break that ends the graph."""
-        early = [Undischarged(s.assumption, _left_in(s.assumption, stop)) for s in self.scopes.open]
-        early += [Undischarged(a, OTHER_WAY) for a, nodes in self.scopes.dummies if not dummies.gives_no_gradients(nodes)]
+        early = [Undischarged(s.assumption, _left_in(s.assumption, stop)) for s in self.open]
+        early += [Undischarged(a, OTHER_WAY) for a, nodes in self.dummies if not dummies.gives_no_gradients(nodes)]
         early += [Undischarged(e.length, "not every element is looped over") for e in self.elements if len(e.done) < len(e.nodes)]
         return early or [
             Undischarged(row, _left_in(row, stop))
-            for loop in self.loops.made
-            if not loop.finished and loop.done != loop.count and (row := self.loops.row(loop))
+            for loop in self.loops_made
+            if not loop.finished and loop.done != loop.count and (row := loop.row())
         ]
 
     @property
@@ -289,13 +299,15 @@ class Attempt:
 
     def try_cut(self, tx: Any, error: Exception) -> None:
         """Start the frame again, to end its graph in front of the loop in which it breaks: Dynamo would run all of the frame in eager."""
-        if not self.traces_data or self.ledger.cut is not None or self.scopes.open or not control.breaks_in_loop(error):
+        if not self.traces_data or self.ledger.cut is not None or self.open or not control.breaks_in_loop(error):
             return
         if tx.instruction_pointer is None:
             return
         loop = self.code_of(tx).outermost_loop(tx.instruction_pointer - 1)
         at = max((at for at in self._between if loop is not None and at < loop), default=None)
-        if at is None or not any(values.unbacked_in(n.meta.get("example_value")) for n in list(tx.output.graph.nodes)[: self._between[at]]):
+        if at is None or not any(
+            symbols.unbacked_in(n.meta.get("example_value")) for n in list(tx.output.graph.nodes)[: self._between[at]]
+        ):
             return
         self.ledger.cut = (at, _torch_private.tracing_stop(error))
         log.debug("tracing this frame again, up to the loop in which the graph breaks: %s", first_line(error))

@@ -2,51 +2,51 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import SymBool, SymInt
 from torch.fx import Node
 
 from moefuse import _torch_private
 from moefuse.capture import guess, returns
+from moefuse.capture.attempt import Attempt
 from moefuse.capture.bytecode import GENERATOR
-from moefuse.capture.dynamo import modules as lists
-from moefuse.capture.dynamo import values
-from moefuse.passes.graph import siblings
-from moefuse.passes.graph.assumptions import RETURN, Assumption, Kind
+from moefuse.capture.dynamo import modules as lists, values
+from moefuse.capture.opened import RETURN
+from moefuse.capture.scopes import Scopes
+from moefuse.passes.graph import siblings, symbols
+from moefuse.passes.graph.assumptions import Assumption, Kind
 from moefuse.program.breaks import code_at, is_the_programs
-
-if TYPE_CHECKING:
-    from moefuse.capture.attempt import Attempt
 
 _NUMBERS = (SymInt, SymBool)
 
 
-def jump(frame: Attempt, tx: Any, at: int) -> None:
+def jump(scopes: Scopes, tx: Any, at: int) -> None:
     """A conditional jump: known, or assumed, or left to Dynamo."""
-    code = frame.code_of(tx)
+    attempt = scopes.attempt
+    code = attempt.code_of(tx)
     ways = code.ways(at)
     if ways is None:
         return
     top = values.realized(tx.stack[-1])
-    known = _known(frame, top)
+    known = _known(attempt, top)
     if known is not None:
         tx.stack[-1] = values.constant(known)
         return
-    place = frame.place(tx)
+    place = attempt.place(tx)
     if tx.f_code.co_flags & GENERATOR:
         return
     holds = code.asserts(at)
     # An error of the graph's is none that the program's own code around it would catch.
     if holds is not None and _torch_private.called_from(is_the_programs, tx.output.root_tx.f_code):
         holds = None
-    if holds is not None and values.asserted(tx, top, holds, code_at(frame.location(tx)) or "assertion error"):
-        frame.asserted = True
+    if holds is not None and values.asserted(tx, top, holds, code_at(attempt.location(tx)) or "assertion error"):
+        attempt.asserted = True
         tx.stack[-1] = values.constant(holds)
         return
     found = _assumed(top)
     if found is None:
-        frame.asks_for_rows(tx, values.symbol(top))
+        attempt.asks_for_rows(tx, values.symbol(top))
         return
     kind, subject, outcome = found
     here, there = ways if outcome else ways[::-1]
@@ -57,16 +57,16 @@ def jump(frame: Attempt, tx: Any, at: int) -> None:
     if kind == "size" and _read_out(values.number_node(top)):
         # Dynamo drops a number that only a condition reads, and with it what the number counts.
         lists.keep(tx, siblings.keep, [top])
-    assumption = Assumption(kind, place, frame.location(tx), subject, outcome=outcome)
+    assumption = Assumption(kind, place, attempt.location(tx), subject, outcome=outcome)
     meeting = code.meeting(at)
     dummy = meeting is not None and meeting != join and there > at
     if returns.may(tx, code, there, here) and kind == "size" and not isinstance(subject, tuple):
         dummy = True
-        frame.scopes.enter(tx, assumption, RETURN, tx.stack[:-1], then=here)
+        scopes.enter(tx, assumption, RETURN, tx.stack[:-1], then=here)
     elif meeting is not None and dummy:
-        frame.scopes.enter(tx, assumption, meeting, tx.stack[:-1], then=here)
+        scopes.enter(tx, assumption, meeting, tx.stack[:-1], then=here)
     else:
-        frame.scopes.enter(tx, assumption, join, tx.stack[:-1])
+        scopes.enter(tx, assumption, join, tx.stack[:-1])
     tx.stack[-1] = values.constant(outcome != dummy)
 
 
@@ -77,19 +77,19 @@ def _read_out(node: Node | None) -> bool:
     return node.target == "item" or any(_read_out(i) for i in node.all_input_nodes if isinstance(i.meta.get("example_value"), _NUMBERS))
 
 
-def _known(frame: Attempt, variable: Any) -> bool | None:
+def _known(attempt: Attempt, variable: Any) -> bool | None:
     """The truth of a one-element tensor that follows from the row alone."""
     node = values.tensor_node(variable)
-    if node is None or not any(s.assumption.kind == "row" for s in frame.scopes.open):
+    if node is None or not any(s.assumption.kind == "row" for s in attempt.open):
         return None
-    known = values.known_tensor(node.meta.get("example_value"))
+    known = symbols.known_tensor(node.meta.get("example_value"))
     if known is None:
         return None
-    loops = frame.scopes.represented()
+    loops = attempt.represented()
     for loop in loops:
         loop.conditions.append((node, loop.handed[-1][1]))
     if len(loops) > 1:
-        frame.unroll("a condition may depend on the rows of two loops")
+        attempt.unroll("a condition may depend on the rows of two loops")
     return bool(known)
 
 

@@ -10,13 +10,14 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from moefuse import _torch_private
-from moefuse.capture.dynamo.values import unbacked_in
-
-TAG = "moefuse_dummy"
-"""Key of the meta of nodes that such a pass recorded."""
+from moefuse.passes.graph.assumptions import DUMMY
+from moefuse.passes.graph.calls import call_of, fake, tensor
+from moefuse.passes.graph.op_classes import SHAPED
+from moefuse.passes.graph.symbols import unbacked_in
+from moefuse.passes.graph.values import tensors_in
 
 
 def adds_nothing(nodes: Collection[Node], others: Collection[Node], carried: Collection[tuple[Any, Any]], size: Any = None) -> bool:
@@ -28,8 +29,6 @@ def adds_nothing(nodes: Collection[Node], others: Collection[Node], carried: Col
         carried: locals that hold another tensor or number now: before, and now.
         size: the symbol that is zero in such a pass, or (end, start) of two that are equal.
     """
-    from moefuse.passes.graph.calls import call_of, fake
-    from moefuse.passes.graph.values import tensors_in
     from moefuse.passes.match.liveness import is_pure
 
     keys = {_torch_private.storage_key(t) for n in others for t in tensors_in(fake(n))}
@@ -53,7 +52,6 @@ def adds_nothing(nodes: Collection[Node], others: Collection[Node], carried: Col
 
 def _same_number(old: Any, new: Any, size: Any) -> bool:
     """Whether a number is an older one where a size is zero: ``offset += count`` of a count that is none."""
-    from moefuse.passes.graph.calls import fake
 
     before, after = (fake(n) if isinstance(n, Node) else n for n in (old, new))
     if size is None or not isinstance(after, torch.SymInt) or not (type(before) is int or isinstance(before, torch.SymInt)):
@@ -66,12 +64,11 @@ def _same_number(old: Any, new: Any, size: Any) -> bool:
 def gives_no_gradients(nodes: Collection[Node]) -> bool:
     """Whether everything that such a pass gives a gradient of zeros is read by the rest of the graph, too."""
     leaves = {i for n in nodes for i in n.all_input_nodes if i.op in ("placeholder", "get_attr")}
-    return all(any(not u.meta.get(TAG) for u in leaf.users) for leaf in leaves)
+    return all(any(not u.meta.get(DUMMY) for u in leaf.users) for leaf in leaves)
 
 
 def _sum_with_zero(node: Node, old: Node) -> bool:
     """Whether a value is an older one of the same shape and dtype, plus zero times something."""
-    from moefuse.passes.graph.calls import call_of, tensor
 
     if node is old:
         return True
@@ -90,7 +87,6 @@ def _sum_with_zero(node: Node, old: Node) -> bool:
 
 def _put_back(call: Any, nodes: Collection[Node]) -> bool:
     """``out[0] = out[0] + zero``, and how ``out[0] += zero`` ends: a part is put where this pass has read it. (No write changes it.)"""
-    from moefuse.passes.graph.calls import call_of
 
     if call.name != "setitem" or len(call.args) != 3 or not isinstance(call.args[2], Node):
         return False
@@ -100,15 +96,13 @@ def _put_back(call: Any, nodes: Collection[Node]) -> bool:
 
 
 def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
-    from moefuse.passes.graph.sizes import same_shape, shape_of
+    from moefuse.passes.graph.sizes import same_shape, shape_of  # it loads SymPy
 
     return same_shape(shape_of(a), shape_of(b))
 
 
 def _zero(value: Any) -> bool:
     """Whether a value is zero wherever what it is computed from is finite: zero times something, or a sum of such."""
-    from moefuse.passes.graph.calls import call_of
-    from moefuse.passes.graph.op_classes import SHAPED
 
     if not isinstance(value, Node):
         return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
@@ -123,12 +117,4 @@ def _zero(value: Any) -> bool:
     return bool(terms) and call.name in SHAPED | {"sum", "mean", "to", "neg", "squeeze", "unsqueeze"} and _zero(terms[0])
 
 
-def erase(gm: GraphModule) -> bool:
-    """Take what such passes recorded out of a graph, where nothing of it is read; whether there was any."""
-    nodes = [n for n in gm.graph.nodes if n.meta.get(TAG)]
-    for node in reversed(nodes):
-        gm.graph.erase_node(node)
-    return bool(nodes)
-
-
-__all__ = ["TAG", "adds_nothing", "erase", "gives_no_gradients"]
+__all__ = ["adds_nothing", "gives_no_gradients"]

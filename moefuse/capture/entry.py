@@ -21,8 +21,10 @@ from moefuse.capture.ledger import Ledger
 from moefuse.config import Options
 from moefuse.errors import CODES
 from moefuse.report import history
-from moefuse.report.quietly import guarded, suspects
-from moefuse.report.report import Fused, FusionReport, Skipped
+from moefuse.report.doors import suspects
+from moefuse.report.entries import Fused, Skipped
+from moefuse.report.quietly import guarded
+from moefuse.report.report import FusionReport
 
 log = logging.getLogger("moefuse.capture")
 

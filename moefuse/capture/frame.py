@@ -11,15 +11,19 @@ import torch
 
 from moefuse import _torch_private
 from moefuse.capture import branches, counts, functions, modules
-from moefuse.capture.attempt import Attempt
+from moefuse.capture.appends import Appends
+from moefuse.capture.attempt import OTHER_WAY, Attempt
 from moefuse.capture.bytecode import GENERATOR
 from moefuse.capture.dynamo import control, creation_clock, values
-from moefuse.capture.scopes import OTHER_WAY
+from moefuse.capture.loops import Loops
+from moefuse.capture.scopes import Scopes
 from moefuse.errors import first_line
+from moefuse.passes.graph import symbols
 from moefuse.passes.graph.assumptions import Undischarged
 from moefuse.program.breaks import Stop
+from moefuse.report.entries import Skipped
 from moefuse.report.quietly import quietly
-from moefuse.report.report import FusionReport, Skipped
+from moefuse.report.report import FusionReport
 
 log = logging.getLogger("moefuse.capture")
 
@@ -34,6 +38,12 @@ _MAKES_GENERATOR = frozenset(("COPY_FREE_VARS", "MAKE_CELL", "RETURN_GENERATOR")
 class Frame(Attempt):
     """The observer of an attempt. Dynamo calls the methods that :class:`moefuse.capture.dynamo.hooks.Observer` names."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scopes = Scopes(self)
+        self.loops = Loops(self, self.scopes)
+        self.appends = Appends(self)
+
     def before(self, tx: Any) -> None:
         """An instruction of ``tx`` is about to run."""
         if tx.instruction_pointer is None:
@@ -46,7 +56,7 @@ class Frame(Attempt):
         if not self.active:
             return
         self.traced.add(tx.f_code)
-        if tx is tx.output.root_tx and not tx.stack and not self.scopes.open:
+        if tx is tx.output.root_tx and not tx.stack and not self.open:
             self._between[tx.instruction_pointer] = len(tx.output.graph.nodes)
         try:
             self._before(tx, tx.instruction_pointer)
@@ -57,12 +67,12 @@ class Frame(Attempt):
             self.retreat([], why=first_line(error))
 
     def _before(self, tx: Any, at: int) -> None:
-        if self.scopes.open:
+        if self.open:
             self.scopes.leave(tx, at)
             at = tx.instruction_pointer
         self.loops.iterate(tx)
         self.appends.before(tx, at)
-        loop = next((s.loop for s in self.scopes.open if s.loop is not None and s.loop.lists), None)
+        loop = next((s.loop for s in self.open if s.loop is not None and s.loop.lists), None)
         if loop is not None and modules.tells_apart(tx, loop, tx.instructions[at]):
             self.unroll("the body may tell one module from another")
         if self.numpy and counts.asks_for_type(tx, tx.instructions[at]):
@@ -79,28 +89,32 @@ class Frame(Attempt):
         elif name == "FOR_ITER":
             self.loops.for_iter(tx)
         elif "JUMP" in name and "_IF_" in name:
-            branches.jump(self, tx, at)
+            branches.jump(self.scopes, tx, at)
         elif name == "PUSH_EXC_INFO":
             self.scopes.handler(tx)
 
     def mutated(self, variable: Any) -> None:
         """An object of the program is about to change."""
-        for scope in self.scopes.open:
+        for scope in self.open:
             if creation_clock.created_inside(variable, scope.clock) or functions.takes(scope, variable):
                 continue
             if scope.then is not None or not self.appends.takes(variable, scope.assumption):
                 listed = _last(scope.translator) == "LIST_APPEND"
                 self.refuse(scope.assumption, _LISTED if listed else "it changes a Python object that was there before")
 
-        if not self.scopes.open:
+        if not self.open:
             self.scopes.changed(variable)
 
     def advanced(self, iterator: Any, tx: Any = None) -> None:
         """An iterator is about to give its next item, in ``tx``. Not every kind of iterator counts as mutated by that."""
-        for scope in self.scopes.open:
+        for scope in self.open:
             if not creation_clock.iterator_created_inside(iterator, scope.clock):
                 again = _last(scope.translator) in ("FOR_ITER", "")
                 self.refuse(scope.assumption, OTHER_WAY if again else "it takes an item from an iterator that was there before")
+
+    def computed(self, tx: Any, nodes: Collection[torch.fx.Node]) -> bool:
+        """The value of a parametrised tensor was computed where the program first asks for it; whether that makes no difference."""
+        return self.scopes.computed(tx, nodes)
 
     def compiling(self, environment: Any) -> None:
         """A graph of this frame is about to be compiled."""
@@ -134,7 +148,7 @@ class Frame(Attempt):
         if self.active and (self.flags or self.assumptions):
             self.ledger.stops.append(_torch_private.tracing_stop(error))
             self.retreat(
-                [Undischarged(s.assumption, f"it cannot be traced: {first_line(error)}") for s in self.scopes.open], why=first_line(error)
+                [Undischarged(s.assumption, f"it cannot be traced: {first_line(error)}") for s in self.open], why=first_line(error)
             )
         self.report_skipped(error)
 
@@ -150,7 +164,7 @@ class Frame(Attempt):
         """``rows.tolist()`` of unknown length, with which tensors are indexed as with the tensor itself."""
         node = values.tensor_node(variable)
         value = node.meta.get("example_value") if node is not None and self.active else None
-        if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.dtype != torch.int64 or not values.unbacked(value.shape[0]):
+        if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.dtype != torch.int64 or not symbols.unbacked(value.shape[0]):
             return False
         code, at = self.code_of(tx), tx.instruction_pointer
         following = code.instructions[at]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from moefuse.capture.dynamo import contexts
-from moefuse.passes.graph.assumptions import RETURN, Scope
+from moefuse.capture.opened import RETURN, Scope
 
 
 def begin(scope: Scope) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.capture.dynamo import values
+from moefuse.passes.graph import symbols
 
 _VIEWS = frozenset(
     ("flatten", "squeeze", "view", "reshape", "ravel", "contiguous", "cpu", "long", "int", "unique", "detach", "numpy", "to", "sort")
@@ -39,7 +39,7 @@ def _value(node: Node) -> Any:
 def mask_of(node: Node | None) -> Node | None:
     """The mask [n] (n known) whose true positions a tensor lists, or the distinct expert ids; None for any other tensor."""
     value = None if node is None else _value(node)
-    if not isinstance(value, torch.Tensor) or not value.dim() or not values.unbacked(value.shape[0]):
+    if not isinstance(value, torch.Tensor) or not value.dim() or not symbols.unbacked(value.shape[0]):
         return None
     source = _listed(node)
     if source is not None and _name(source) in _UNIQUE:
@@ -184,14 +184,14 @@ def about_size(number: Any) -> tuple[Any, bool] | None:
     """
     import sympy  # here: importing moefuse must stay cheap
 
-    expr = values.expression(number)
-    symbols = values.unbacked(number)
-    if expr is None or not symbols or expr.free_symbols != symbols:
+    expr = symbols.expression(number)
+    found = symbols.unbacked(number)
+    if expr is None or not found or expr.free_symbols != found:
         return None
     if isinstance(expr, sympy.core.relational.Relational):
         expr = expr.func(sympy.expand(expr.lhs - expr.rhs), 0)
-        symbols = expr.free_symbols
-    size, less = _between(expr, symbols)
+        found = expr.free_symbols
+    size, less = _between(expr, found)
     if size is None:
         return None
     some = _truth(expr.subs(size, less + sympy.Symbol("n", integer=True, positive=True)))
@@ -199,13 +199,13 @@ def about_size(number: Any) -> tuple[Any, bool] | None:
     return None if some is None or none is None or some == none else (size if less == 0 else (size, less), some)
 
 
-def _between(expr: Any, symbols: set[Any]) -> tuple[Any, Any]:
+def _between(expr: Any, unknown: set[Any]) -> tuple[Any, Any]:
     """(size, 0) of an expression of one size; (end, start) of one of a difference; else (None, 0)."""
-    if len(symbols) == 1:
-        return next(iter(symbols)), 0
-    signs = (expr.lhs if hasattr(expr, "lhs") else expr).as_coefficients_dict() if len(symbols) == 2 else {}
+    if len(unknown) == 1:
+        return next(iter(unknown)), 0
+    signs = (expr.lhs if hasattr(expr, "lhs") else expr).as_coefficients_dict() if len(unknown) == 2 else {}
     found = {sign: symbol for symbol, sign in signs.items()}
-    if set(found) != {1, -1} or set(found.values()) != symbols:
+    if set(found) != {1, -1} or set(found.values()) != unknown:
         return None, 0
     # A program may write ``start >= end``: both orders are differences, and the facts say which one is the end.
     return (found[1], found[-1]) if _rises(found) else (found[-1], found[1])

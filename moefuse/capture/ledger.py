@@ -12,8 +12,8 @@ from moefuse.capture.dynamo import relations
 from moefuse.errors import CODES
 from moefuse.passes.graph.assumptions import Assumption, Undischarged
 from moefuse.program.breaks import Stop
-from moefuse.report.quietly import module_names
-from moefuse.report.report import Skipped
+from moefuse.report.doors import module_names
+from moefuse.report.entries import Skipped
 
 
 @dataclass

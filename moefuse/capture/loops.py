@@ -2,63 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from moefuse.capture import guess, modules
+from moefuse.capture.attempt import Attempt
 from moefuse.capture.bytecode import GENERATOR
 from moefuse.capture.dynamo import values
-from moefuse.capture.replay import replay
-from moefuse.passes.graph.assumptions import Assumption, Place
-
-if TYPE_CHECKING:
-    from moefuse.capture.attempt import Attempt
+from moefuse.capture.opened import Loop
+from moefuse.capture.scopes import Scopes
+from moefuse.passes.graph import symbols
+from moefuse.passes.graph.assumptions import Assumption
 
 MAX_BODIES = 1024
 """Loop bodies that one frame may unroll, at about a tenth of a second each."""
 
 
-@dataclass(eq=False)
-class Loop:
-    """A ``for`` over the rows of a mask: every row, whether the mask has it or not; or one row for each way through the body.
-
-    ``like`` is the tensor of rows (in the second case only), ``handed`` the rows so far, ``conditions`` what the body asked about them,
-    ``lists`` the lists of modules that it selects from: name of the source -> list; ``numbers`` its rows where Python has them as numbers.
-    """
-
-    mask: Node
-    count: int
-    place: Place
-    location: str
-    done: int = 0
-    like: Any = None
-    handed: list[tuple[int, Node]] = field(default_factory=list)
-    assumptions: list[Assumption] = field(default_factory=list)
-    conditions: list[tuple[Node, Node]] = field(default_factory=list)
-    finished: bool = False
-    lists: dict[str, Any] = field(default_factory=dict)
-    numbers: set[Node] = field(default_factory=set)
-
-    @property
-    def represented(self) -> bool:
-        """Whether one row is traced for each way through the body, instead of every row."""
-        return self.like is not None
-
-    def outcomes(self, row: int) -> tuple[bool, ...]:
-        """Which ways the conditions met so far take for a row. Raises what ``replay`` raises."""
-        value = torch.full(tuple(self.like.shape[1:]), row, dtype=self.like.dtype)
-        return tuple(bool(replay(node, start, value)) for node, start in self.conditions)
-
-
 class Loops:
     """The loops of one attempt at a frame."""
 
-    def __init__(self, frame: Attempt) -> None:
-        self.frame = frame
-        self.made: list[Loop] = []
+    def __init__(self, attempt: Attempt, scopes: Scopes) -> None:
+        self.attempt, self.scopes = attempt, scopes
         self._iterators: dict[int, tuple[Any, Loop]] = {}
         self._lists: dict[int, tuple[Any, Loop]] = {}
         self._next: tuple[Any, Loop, Any] | None = None
@@ -67,7 +33,7 @@ class Loops:
 
     def rows(self, tx: Any, variable: Any) -> Any:
         """The rows of a mask as a list of numbers for ``tolist()``, where only a ``for`` will read that list; else None."""
-        source = guess.mask_of(values.tensor_node(variable)) if self.frame.active else None
+        source = guess.mask_of(values.tensor_node(variable)) if self.attempt.active else None
         if source is None or not self._only_for(tx):
             return None
         value = values.tensor_node(variable).meta["example_value"]  # type: ignore[union-attr]
@@ -90,10 +56,10 @@ class Loops:
         if node is None or source is None or tx.f_code.co_flags & GENERATOR:
             return
         value = node.meta["example_value"]
-        if not self.frame.code_of(tx).plain_for(at) or value.dim() > 2 or (value.dim() == 2 and value.shape[1] != 1):
+        if not self.attempt.code_of(tx).plain_for(at) or value.dim() > 2 or (value.dim() == 2 and value.shape[1] != 1):
             return
         loop = self._loop(tx, source)
-        if not self.frame.ledger.unroll and loop.count > 2:
+        if not self.attempt.ledger.unroll and loop.count > 2:
             loop.like = value
         rows = [self._hand_out(tx, loop, value, i) for i in range(1 if loop.represented else loop.count)]
         self._spend(tx, len(rows))
@@ -102,10 +68,10 @@ class Loops:
 
     def _loop(self, tx: Any, mask: Node) -> Loop:
         """A loop over the rows that a mask may have."""
-        loop = Loop(mask, guess.end(mask), self.frame.place(tx), self.frame.location(tx))
+        loop = Loop(mask, guess.end(mask), self.attempt.place(tx), self.attempt.location(tx))
         if loop.count < guess.length(mask):
-            self.frame.assume(tx, Assumption("end", loop.place, loop.location, mask, row=loop.count))
-        self.made.append(loop)
+            self.attempt.assume(tx, Assumption("end", loop.place, loop.location, mask, row=loop.count))
+        self.attempt.loops_made.append(loop)
         return loop
 
     def _hand_out(self, tx: Any, loop: Loop, value: Any, row: int) -> Any:
@@ -117,7 +83,7 @@ class Loops:
         """Unrolling has a price; beyond some point it is not worth it."""
         self._bodies += bodies
         if self._bodies > MAX_BODIES:
-            self.frame.retreat([], why=f"more than {MAX_BODIES} loop bodies, at {self.frame.location(tx)}")
+            self.attempt.retreat([], why=f"more than {MAX_BODIES} loop bodies, at {self.attempt.location(tx)}")
 
     def for_iter(self, tx: Any) -> None:
         self._advancing.append(tx)
@@ -135,7 +101,7 @@ class Loops:
             for row in range(loop.count):
                 classes.setdefault(known.get(loop.outcomes(row)), []).append(row)
         except Exception:  # whatever the user's condition raises on plain tensors
-            self.frame.unroll("a condition on the row cannot be evaluated for other rows")
+            self.attempt.unroll("a condition on the row cannot be evaluated for other rows")
         following = classes[None][0] if None in classes else modules.witness_wanted(loop, classes)
         if following is not None:
             iterator = values.realized(tx.stack[-1])
@@ -147,7 +113,7 @@ class Loops:
         if loop.lists:
             problem = modules.bind(tx, loop)
             if problem is not None:
-                self.frame.unroll(problem)
+                self.attempt.unroll(problem)
 
     def read(self, tx: Any, variable: Any) -> Any:
         """A number is read out of a tensor: where that is a representative's row, Python may do anything with it but select a module.
@@ -155,42 +121,42 @@ class Loops:
         ``e = row.item()`` with an ``e`` that is nothing but an index of tensors stays the row: the tensor returned is that number.
         """
         node = values.tensor_node(variable)
-        if node is None or values.known_tensor(node.meta.get("example_value")) is None:
+        if node is None or symbols.known_tensor(node.meta.get("example_value")) is None:
             return None
-        loops = self.frame.scopes.represented()
+        loops = self.attempt.represented()
         if len(loops) == 1 and self._only_indexes(tx, loops[0], node):
             loops[0].numbers.add(node)
             loops[0].assumptions[-1].numbers.add(node)
             return variable
         if loops and (len(loops) > 1 or not modules.selects(tx, loops[0], node)):
-            self.frame.unroll("the body reads the number of its row")
+            self.attempt.unroll("the body reads the number of its row")
         return None
 
     def _only_indexes(self, tx: Any, loop: Loop, node: Node) -> bool:
-        code, at = self.frame.code_of(tx), tx.instruction_pointer
+        code, at = self.attempt.code_of(tx), tx.instruction_pointer
         following = code.instructions[at]
         scalar = not node.meta["example_value"].dim()
         return scalar and following.opname == "STORE_FAST" and code.only_indexes(following.argval) and modules.is_row(loop, node)
 
     def subscript(self, tx: Any) -> None:
         """``container[index]`` is about to run: a row that stands for its number must be the index of a tensor."""
-        loops = self.frame.scopes.represented()
+        loops = self.attempt.represented()
         if any(loop.numbers for loop in loops):
             index = values.tensor_node(values.plain(tx.stack[-1]))
             if any(index in loop.numbers for loop in loops) and values.tensor_node(values.realized(tx.stack[-2])) is None:
-                self.frame.unroll("the number of a row is the index of something that is no tensor")
+                self.attempt.unroll("the number of a row is the index of something that is no tensor")
 
     def formatted(self, tx: Any, inst: Any) -> None:
         """``f"expert_{row}"`` is about to run: the text of a tensor without dimensions is that of its number."""
         at = -2 if inst.opname == "FORMAT_WITH_SPEC" or (inst.opname == "FORMAT_VALUE" and inst.arg & 4) else -1
-        if not self.frame.scopes.open or (inst.opname == "FORMAT_VALUE" and inst.arg & 3):
+        if not self.attempt.open or (inst.opname == "FORMAT_VALUE" and inst.arg & 3):
             return
         node = values.tensor_node(values.plain(tx.stack[at]))
-        number = values.known_tensor(node.meta.get("example_value")) if node is not None else None
+        number = symbols.known_tensor(node.meta.get("example_value")) if node is not None else None
         if number is None or number.dim() or number.dtype not in (torch.int64, torch.int32):
             return
-        if self.frame.scopes.represented():
-            self.frame.unroll("the body writes the number of its row into a string")
+        if self.attempt.represented():
+            self.attempt.unroll("the body writes the number of its row into a string")
         tx.stack[at] = values.constant(int(number))
 
     def iterate(self, tx: Any) -> None:
@@ -205,34 +171,28 @@ class Loops:
         if iterator is None:
             top = values.realized(tx.stack[-1])
             if not values.is_list_iterator(top):
-                self.frame.refuse(self.row(loop), "this Python iterates in a way that moefuse does not know")
+                self.attempt.refuse(loop.row(), "this Python iterates in a way that moefuse does not know")
             tx.stack[-1] = top
             self._iterators[id(top)] = (top, loop)
             return
         if loop.done == (len(loop.handed) if loop.represented else loop.count):
             return
-        assumption = self.row(loop)
+        assumption = loop.row()
         loop.done += 1
         loop.assumptions.append(assumption)
-        self.frame.scopes.enter(tx, assumption, self._head(tx), tx.stack[:-1], loop)
+        self.scopes.enter(tx, assumption, self._head(tx), tx.stack[:-1], loop)
 
     def _element(self, tx: Any) -> None:
         """A ``for`` may have got an element of counts whose length depends on data: then this iteration runs if there is one."""
         if len(tx.stack) < 2 or tx.f_code.co_flags & GENERATOR:
             return
-        for known in self.frame.elements:
+        for known in self.attempt.elements:
             at = known.given(*tx.stack[-2:])
             if at is not None and at not in known.done:
                 known.done.add(at)
-                assumption = Assumption("element", self.frame.place(tx), self.frame.location(tx), known.length.subject, row=at)
-                self.frame.scopes.enter(tx, assumption, self._head(tx), tx.stack[:-1])
+                assumption = Assumption("element", self.attempt.place(tx), self.attempt.location(tx), known.length.subject, row=at)
+                self.scopes.enter(tx, assumption, self._head(tx), tx.stack[:-1])
                 return
-
-    def row(self, loop: Loop) -> Assumption:
-        if loop.represented:
-            row, node = loop.handed[min(loop.done, len(loop.handed) - 1)]
-            return Assumption("row", loop.place, loop.location, loop.mask, row=row, row_node=node)
-        return Assumption("row", loop.place, loop.location, loop.mask, row=loop.done)
 
     def _head(self, tx: Any) -> int:
         """The FOR_ITER that has just run."""
@@ -243,7 +203,7 @@ class Loops:
 
     def _only_for(self, tx: Any) -> bool:
         """Whether the result of the running call is only looped over."""
-        code, at = self.frame.code_of(tx), tx.instruction_pointer
+        code, at = self.attempt.code_of(tx), tx.instruction_pointer
         following = code.instructions[at]
         if following.opname == "GET_ITER":
             return code.plain_for(at)

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from moefuse.capture.dynamo import modules as lists
-from moefuse.capture.dynamo import values
+from moefuse.capture.dynamo import modules as lists, values
 from moefuse.capture.replay import replay
 from moefuse.passes.graph import siblings
 

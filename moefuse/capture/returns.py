@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse import _torch_private
 from moefuse.capture.bytecode import RETURNS, Code
 from moefuse.capture.dynamo import values
-from moefuse.passes.graph.assumptions import RETURN
+from moefuse.capture.opened import RETURN
+from moefuse.passes.graph import symbols
 
 
 def here(tx: Any, at: int) -> int | None:
@@ -39,7 +41,7 @@ def value(tx: Any) -> torch.Tensor | None:
     return shown if type(shown) in _PLAIN else None
 
 
-_PLAIN = (torch._subclasses.fake_tensor.FakeTensor,)
+_PLAIN = (_torch_private.FakeTensor,)
 
 
 def same_without(one: torch.Tensor, other: torch.Tensor, size: Any) -> bool:
@@ -58,7 +60,7 @@ def same_without(one: torch.Tensor, other: torch.Tensor, size: Any) -> bool:
 
 
 def _expression(size: Any) -> Any:
-    return size if isinstance(size, int) else values.expression(size)
+    return size if isinstance(size, int) else symbols.expression(size)
 
 
 __all__ = ["here", "may", "node", "same_without", "value"]

@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from moefuse.capture import dummies, functions, returns
+from moefuse.capture.attempt import OTHER_WAY, Attempt
 from moefuse.capture.dynamo import creation_clock, parametrized, values
-from moefuse.passes.graph.assumptions import RETURN, TAG, Assumption, Scope
+from moefuse.capture.opened import RETURN, Loop, Scope
+from moefuse.passes.graph.assumptions import DUMMY, TAG, Assumption
+from moefuse.passes.graph.calls import call_of
 
-if TYPE_CHECKING:
-    from moefuse.capture.attempt import Attempt
-    from moefuse.capture.loops import Loop
-
-OTHER_WAY = (
-    "on its other way other code runs (an `else`, break, return or raise); "
-    "where that is a pass for experts without tokens, none is needed: fused, all experts have gradients"
-)
 READ_AFTER = "`{name}` is read after it, and has another value if it does not run"
 
 
 class Scopes:
     """The open scopes of one attempt at a frame, the innermost last."""
 
-    def __init__(self, frame: Attempt) -> None:
-        self.frame = frame
-        self.open: list[Scope] = []
-        self.dummies: list[tuple[Assumption, list[Node]]] = []
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt, self.open = attempt, attempt.open
         self.anywhere: set[Node] = set()
         self.kept: list[tuple[Assumption, int, Any]] = []
         self._handled: list[tuple[Any, Assumption, str]] = []
-
-    def represented(self) -> list[Loop]:
-        """The loops around this place of which representatives are traced."""
-        return [s.loop for s in self.open if s.loop is not None and s.loop.represented]
 
     def leave(self, tx: Any, at: int) -> None:
         """Close the scopes that end in front of this instruction."""
@@ -45,7 +34,7 @@ class Scopes:
             if ending is None:
                 return
             while self.open[-1] is not ending:
-                self.frame.refuse(self.open[-1].assumption, "a function is left in the middle of it")
+                self.attempt.refuse(self.open[-1].assumption, "a function is left in the middle of it")
             self.open.pop()
             if ending.join == RETURN:
                 self._return(tx, ending)
@@ -61,7 +50,6 @@ class Scopes:
         It is if nothing changes what it is computed from: Python's objects (:meth:`changed`), or tensors, which are asked about when the
         graph is complete (``Assumption.first``).
         """
-        from moefuse.passes.graph.calls import call_of
         from moefuse.passes.match.liveness import is_pure
 
         if not self.open:
@@ -90,7 +78,7 @@ class Scopes:
             return
         for assumption, clock, output in self.kept:
             if parametrized.keeps(output) and not creation_clock.created_inside(variable, clock):
-                self.frame.refuse(
+                self.attempt.refuse(
                     assumption, "Python objects change while a value is kept that is computed where an expert first has tokens"
                 )
 
@@ -103,13 +91,13 @@ class Scopes:
         """
         graph = values.graph_of(tx)
         if any(s.translator is tx and s.assumption.place == assumption.place for s in self.open):
-            self.frame.refuse(assumption, "the program comes back to it before its two ways meet")
+            self.attempt.refuse(assumption, "the program comes back to it before its two ways meet")
         assumption.whole = values.whole_graph_of(tx)
         state = _state(tx)
         if then is None:
-            self.frame.assume(tx, assumption)
+            self.attempt.assume(tx, assumption)
         else:
-            self.only_outside_of_dummies()
+            self.attempt.only_outside_of_dummies()
             assumption.graph = graph
         self.open.append(
             Scope(
@@ -128,12 +116,6 @@ class Scopes:
         )
         functions.begin(self.open[-1])
 
-    def only_outside_of_dummies(self) -> None:
-        """Something is about to be assumed: of what shall come to nothing, every way would have to be seen."""
-        for scope in self.open:
-            if scope.then is not None:
-                self.frame.refuse(scope.assumption, OTHER_WAY)
-
     def _return(self, tx: Any, scope: Scope) -> None:
         """The function is about to return, in the way that is not assumed, which then begins; or in both, which must give the same."""
         assumption, found = scope.assumption, returns.value(tx)
@@ -141,9 +123,9 @@ class Scopes:
         if scope.then is not None:
             others = [n for n in scope.graph.nodes if n not in set(nodes)]
             if found is None or not scope.check() or not dummies.adds_nothing(nodes, others, ()):
-                self.frame.refuse(assumption, OTHER_WAY)
+                self.attempt.refuse(assumption, OTHER_WAY)
             for node in nodes:
-                node.meta[dummies.TAG] = True
+                node.meta[DUMMY] = True
             tx.symbolic_locals.clear()
             tx.symbolic_locals.update(scope.locals)
             tx.stack[:] = scope.stack
@@ -153,7 +135,7 @@ class Scopes:
             self.open[-1].other = found
             return
         if found is None or not scope.check() or not returns.same_without(found, scope.other, assumption.subject):
-            self.frame.refuse(assumption, OTHER_WAY)
+            self.attempt.refuse(assumption, OTHER_WAY)
         assumption.returned = returns.node(tx)
         for node in nodes:
             if node not in self.anywhere:
@@ -163,7 +145,7 @@ class Scopes:
     def _recorded(self, tx: Any, scope: Scope) -> list[Node]:
         """What was recorded in a scope."""
         if values.graph_of(tx) is not scope.graph or (scope.marker is not None and scope.marker._erased):
-            self.frame.refuse(scope.assumption, "Dynamo rewrote the graph in the middle of it")
+            self.attempt.refuse(scope.assumption, "Dynamo rewrote the graph in the middle of it")
         every = list(scope.graph.nodes)
         begin = 0 if scope.marker is None else every.index(scope.marker) + 1
         return [n for n in every[begin:] if n.op != "placeholder"]
@@ -172,8 +154,8 @@ class Scopes:
         """The other way has come to its end: nothing is left of it, and the way that is assumed begins."""
         graph, assumption = scope.graph, scope.assumption
         if values.graph_of(tx) is not graph or (scope.marker is not None and scope.marker._erased):
-            self.frame.refuse(assumption, OTHER_WAY)
-        code, every = self.frame.code_of(tx), list(graph.nodes)
+            self.attempt.refuse(assumption, OTHER_WAY)
+        code, every = self.attempt.code_of(tx), list(graph.nodes)
         begin = 0 if scope.marker is None else every.index(scope.marker) + 1
         nodes = [n for n in every[begin:] if n.op != "placeholder"]
         same_stack = len(tx.stack) == len(scope.stack) and all(_compare(a, b) == "same" for a, b in zip(scope.stack, tx.stack, strict=True))
@@ -184,15 +166,15 @@ class Scopes:
         others = [n for n in every if n not in nodes]
         size = assumption.subject if assumption.kind == "size" else None
         if not same_stack or not scope.check() or "differs" in verdicts or not dummies.adds_nothing(nodes, others, carried, size):
-            self.frame.refuse(assumption, OTHER_WAY)
+            self.attempt.refuse(assumption, OTHER_WAY)
         if scope.then is None or code.landing(scope.then) == at:  # nothing would be left to show that this is about experts
-            self.frame.refuse(assumption, OTHER_WAY)
+            self.attempt.refuse(assumption, OTHER_WAY)
         nodes = [n for n in nodes if not isinstance(n.meta.get("example_value"), torch.SymInt)]  # Dynamo has one node for equal numbers
         if nodes:
-            self.dummies.append((assumption, nodes))
+            self.attempt.dummies.append((assumption, nodes))
             assumption.dummy = True
         for node in nodes:
-            node.meta[dummies.TAG] = True
+            node.meta[DUMMY] = True
         tx.symbolic_locals.clear()
         tx.symbolic_locals.update(scope.locals)
         tx.stack[:] = scope.stack
@@ -203,7 +185,7 @@ class Scopes:
         """What happened in the scope, and whether Python's state is what it was."""
         assumption = scope.assumption
         if values.graph_of(tx) is not scope.graph or (scope.marker is not None and scope.marker._erased):
-            self.frame.refuse(assumption, "Dynamo rewrote the graph in the middle of it")
+            self.attempt.refuse(assumption, "Dynamo rewrote the graph in the middle of it")
         for node in reversed(scope.graph.nodes):
             if node is scope.marker:
                 break
@@ -212,8 +194,8 @@ class Scopes:
                 node.meta[TAG] = node.meta.get(TAG, 0) + 1
         same_stack = len(tx.stack) == len(scope.stack) and all(_compare(a, b) == "same" for a, b in zip(scope.stack, tx.stack, strict=True))
         if not same_stack or not scope.check():
-            self.frame.refuse(assumption, "the program is in another state behind it")
-        code = self.frame.code_of(tx)
+            self.attempt.refuse(assumption, "the program is in another state behind it")
+        code = self.attempt.code_of(tx)
         for name in sorted(code.live(at) | code.live(at, handlers=True)):
             before, after = scope.locals.get(name), tx.symbolic_locals.get(name)
             verdict = _compare(before, after)
@@ -222,7 +204,7 @@ class Scopes:
             if name not in code.live(at):
                 self._handled.append((tx, assumption, name))
             elif verdict == "differs":
-                self.frame.refuse(assumption, READ_AFTER.format(name=name))
+                self.attempt.refuse(assumption, READ_AFTER.format(name=name))
             elif verdict == "carried":
                 assumption.carried.append((name, values.known(before), values.known(after)))
 
@@ -230,7 +212,7 @@ class Scopes:
         """An exception is handled: what only the handlers read is read after all."""
         for owner, assumption, name in self._handled:
             if owner is tx:
-                self.frame.refuse(assumption, READ_AFTER.format(name=name))
+                self.attempt.refuse(assumption, READ_AFTER.format(name=name))
 
 
 def _state(tx: Any) -> tuple[object, ...]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from moefuse import _torch_private
 from moefuse.errors import message
 from moefuse.evidence.suspects import Suspect
 from moefuse.program.breaks import Stop, users_place
-from moefuse.report.report import Skipped
+from moefuse.report.entries import Skipped
 
 _HOOKS = "backwards hooks"
 
@@ -23,7 +23,7 @@ def refusal(stop: Stop | None, found: Suspect) -> Skipped | None:
     code, details = "", {}
     if _HOOKS in stop.text and any(m._backward_hooks or m._backward_pre_hooks for m in inside):
         code = "hook"
-    elif "batchnorm.py" in stop.place and any(isinstance(m, _BatchNorm) and m.training for m in inside):
+    elif "batchnorm.py" in stop.place and any(isinstance(m, _torch_private.BatchNorm) and m.training for m in inside):
         code, details = "not-row-local", {"op": "batch_norm"}
     return Skipped(code, message(code, details), found.name, users_place(stop.stack)) if code else None
 

@@ -2,8 +2,8 @@
 
 Only then is known what all frames of the call came to, those behind graph breaks included. Two questions: whether as many layers were fused
 as ``options={"expect": N}`` says, and whether a module that was neither fused nor refused is a mixture of experts all the same, and what in
-the way of its experts was. It is one if it is built so (:mod:`moefuse.evidence.suspects`) and its router decides about its experts: in a graph
-(:mod:`moefuse.evidence.flows`) or, where no graph has them all, in its code (:mod:`moefuse.evidence.code_order`).
+the way of its experts was. It is one if it is built so (``evidence/suspects.py``) and its router decides about its experts: in a graph
+(``evidence/flows.py``) or, where no graph has them all, in its code (``evidence/code_order.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from moefuse.program.breaks import TORCH, Stop, users_place
 from moefuse.program.runs import Begun
 from moefuse.report import history
 from moefuse.report.compilations import is_in
-from moefuse.report.report import Fused, FusionReport, Skipped
+from moefuse.report.entries import Fused, Skipped
+from moefuse.report.report import FusionReport
 
 LEFT = "an earlier torch.compile, of another model or backend, had Dynamo skip this code for all; call torch.compiler.reset() first"
 

@@ -14,11 +14,12 @@ import torch
 from moefuse import _torch_private
 from moefuse.capture import entry
 from moefuse.config import Options
+from moefuse.diagnosis.doors import missed_layers
 from moefuse.diagnosis.undo import taken_back
 from moefuse.machine import slow_paths
 from moefuse.pipeline import rewrite
 from moefuse.report.compilations import Compilations
-from moefuse.report.quietly import history, nothing_found
+from moefuse.report.doors import history
 from moefuse.report.report import FusionReport
 
 _Call = Callable[..., Any]
@@ -48,7 +49,7 @@ def explain(model: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fusi
             log.refresh()
             report = trial.taken()
             report.graph_breaks = log.breaks
-            report.skipped += nothing_found.missing(report, (inner, *args, *kwargs.values()), trial.options)
+            report.skipped += missed_layers.missing(report, (inner, *args, *kwargs.values()), trial.options)
             if report.fused:
                 report.notes += _again(trial, lambda: call(*args, **kwargs), log)
         for size in later_sizes((args, kwargs)) if report.fused else ():

@@ -1,4 +1,4 @@
-"""What in a graph depends on what: which of the model's weights meet, kept for the last look at a call (:mod:`moefuse.diagnosis.missed_layers`).
+"""What in a graph depends on what: which of the model's weights meet, kept for the last look at a call (``diagnosis/``).
 
 Experts are told from equal layers by data: some value that a router's weight gave says which of them runs, or how much its result counts.
 A graph that has both and does not let them meet is proof that there are none.
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from moefuse.capture.dynamo.values import unbacked_in
-from moefuse.program.breaks import of_the_user
+from moefuse import _torch_private
+from moefuse.passes.graph.symbols import unbacked_in
+from moefuse.program.breaks import place_in
 
 _JOINS = frozenset(
     "mul multiply matmul mm bmm addmm baddbmm einsum tensordot linear bilinear dot where gather take_along_dim index_select getitem "
@@ -192,9 +193,9 @@ def _writes(node: Node) -> bool:
 
 def _unknown(node: Node) -> bool:
     """Whether it is an operator of a library's own, or one that runs a function of the user's."""
-    if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(node.target, _torch_private.OpOverload | _torch_private.OpOverloadPacket):
         return str(node.target).partition(".")[0] not in _KNOWN
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
+    return isinstance(node.target, _torch_private.HigherOrderOperator)
 
 
 def _integers(value: Any) -> bool:
@@ -205,11 +206,4 @@ def _integers(value: Any) -> bool:
     return isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat) and bool(unbacked_in(value))
 
 
-def place_in(trace: str) -> str:
-    """``file:line`` of the innermost line of a stack, of those that are not torch's if there are any; empty for an empty stack."""
-    parts = [part.partition('", line ') for part in reversed(trace.split('File "')[1:])]
-    path, _, rest = next((part for part in parts if of_the_user(part[0])), parts[0] if parts else ("", "", ""))
-    return f"{path}:{rest.partition(',')[0]}" if path else ""
-
-
-__all__ = ["Flow", "Step", "flow_of", "place_in"]
+__all__ = ["Flow", "Step", "flow_of"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moefuse import _torch_private
 from moefuse.evidence.few_bits import few_bits
 
 NOTHING_CHOSEN = "no top-k, sort or argmax is in its graphs: where every token goes to every expert, there is nothing to leave out"
@@ -14,7 +15,7 @@ _KNOWN = frozenset(("aten", "prims", "prim", "moefuse", "inductor", "higher_orde
 def opaque(gm: torch.fx.GraphModule) -> list[str]:
     """What in a graph moefuse cannot look into, the widest first."""
     targets = [n.target for n in gm.graph.nodes if n.op == "call_function"]
-    ops = [t for t in targets if isinstance(t, torch._ops.OpOverload | torch._ops.OpOverloadPacket)]
+    ops = [t for t in targets if isinstance(t, _torch_private.OpOverload | _torch_private.OpOverloadPacket)]
     names = list(dict.fromkeys(str(t).partition(".")[::2] for t in ops))
     found = [f"`{space}.{name}` is an operator that moefuse cannot look into" for space, name in names if space not in _KNOWN]
     aten = sum(1 for space in (str(t).partition(".")[0] for t in ops) if space == "aten")
@@ -24,8 +25,8 @@ def opaque(gm: torch.fx.GraphModule) -> list[str]:
     packed = next((v for v in held if isinstance(v, torch.nn.Parameter) and v.dim() >= 2 and few_bits(v.dtype)), None)
     if packed is not None:
         found.append(f"weights are quantised ({str(packed.dtype).removeprefix('torch.')})")
-    if any(isinstance(t, torch._ops.HigherOrderOperator) for t in targets):
-        kinds = dict.fromkeys(t.name() for t in targets if isinstance(t, torch._ops.HigherOrderOperator))
+    if any(isinstance(t, _torch_private.HigherOrderOperator) for t in targets):
+        kinds = dict.fromkeys(t.name() for t in targets if isinstance(t, _torch_private.HigherOrderOperator))
         found.append(f"`{next(iter(kinds))}` runs it as a function of its own")
     called = (n.target for n in gm.graph.nodes if n.op in ("call_function", "call_method"))
     chosen = any((t if isinstance(t, str) else getattr(t, "__name__", "")).partition(".")[0] in _CHOOSES for t in called)

@@ -5,7 +5,7 @@ part of transformers is there::
 
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moefuse")
 
-Weights stay as they are held, and activations are rounded as transformers' own kernels round them (``moefuse/ops/meaning/token_codes.py``): for
+Weights stay as they are held, and activations are rounded as transformers' own kernels round them (``ops/meaning/token_codes.py``): for
 each token and the inputs of a block, or the whole token where a weight has one scale, or by powers of two for 32 inputs where scales of
 weights are such. It needs no kernel of the hub, and no ``torch.compile``. Tokens and routing weights have gradients, through the weights
 that codes stand for; weights and scales have none, as in transformers.

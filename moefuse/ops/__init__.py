@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
-from moefuse.ops import bounded as _bounded  # noqa: F401  (defines its ops)
-from moefuse.ops import coded as _coded  # noqa: F401  (defines its ops)
-from moefuse.ops import experts, grouped, router
-from moefuse.ops import grouped_coded as _grouped_coded  # noqa: F401  (defines its ops)
-from moefuse.ops import lora as _lora  # noqa: F401  (defines its ops)
-from moefuse.ops import own as _own  # noqa: F401  (defines its op)
-from moefuse.ops import parallel as _parallel  # noqa: F401  (defines its ops)
-from moefuse.ops import recomputed as _recomputed  # noqa: F401  (defines its ops)
-from moefuse.ops import rounds as _rounds  # noqa: F401  (defines its op)
-from moefuse.ops import shared as _shared  # noqa: F401  (defines its ops)
-from moefuse.ops import slices as _slices  # noqa: F401  (defines its ops)
-from moefuse.ops import unpacked as _unpacked  # noqa: F401  (defines its op)
+from moefuse.ops import (
+    bounded as _bounded,  # noqa: F401  (defines its ops)
+    coded as _coded,  # noqa: F401  (defines its ops)
+    experts,
+    grouped,
+    grouped_coded as _grouped_coded,  # noqa: F401  (defines its ops)
+    lora as _lora,  # noqa: F401  (defines its ops)
+    own as _own,  # noqa: F401  (defines its op)
+    parallel as _parallel,  # noqa: F401  (defines its ops)
+    recomputed as _recomputed,  # noqa: F401  (defines its ops)
+    rounds as _rounds,  # noqa: F401  (defines its op)
+    router,
+    shared as _shared,  # noqa: F401  (defines its ops)
+    slices as _slices,  # noqa: F401  (defines its ops)
+    unpacked as _unpacked,  # noqa: F401  (defines its op)
+)
 from moefuse.ops.meaning.activations import ACTIVATIONS, Activation
 from moefuse.ops.meaning.reference import experts_reference
 

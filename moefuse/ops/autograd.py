@@ -21,7 +21,7 @@ from moefuse.ops.meaning.composite import flatten
 from moefuse.ops.meaning.grad_calls import GradCall, InCall, Needs, OutCall, RowsCall
 
 ops = torch.ops.moefuse
-below_autograd = torch._C._AutoDispatchBelowAutograd
+below_autograd = _torch_private.below_autograd
 
 
 def wants_grad(tensors: Iterable[Tensor | None]) -> bool:

@@ -16,13 +16,17 @@ from torch import Tensor
 
 from moefuse.ops.autograd import again, below_autograd, experts_by, gradients, not_differentiable, ops
 from moefuse.ops.experts import composite, fake, kernel
-from moefuse.ops.lora import LoraCall, checked, lora_by
-from moefuse.ops.lora import composite as lora_composite
-from moefuse.ops.lora import fake as lora_fake
-from moefuse.ops.lora import gradients as lora_gradients
-from moefuse.ops.lora import kernel as lora_kernel
+from moefuse.ops.lora import (
+    checked,
+    composite as lora_composite,
+    fake as lora_fake,
+    gradients as lora_gradients,
+    kernel as lora_kernel,
+    lora_by,
+)
 from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.ops.meaning.checks import check_experts
+from moefuse.ops.meaning.lora_calls import LoraCall
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
 

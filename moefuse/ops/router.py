@@ -3,7 +3,7 @@
 ``torch.topk`` leaves open which of two equal scores comes first, and the order under ``sorted=False``; the op does not, so that its kernels
 agree with each other and from run to run. It is defined by ``moefuse/ops/meaning/reference.py``.
 
-``route`` is all that a router does with its logits (``moefuse/ops/meaning/recipe.py``), and ``router_logits`` the product in front of it, for
+``route`` is all that a router does with its logits (``ops/meaning/recipe.py``), and ``router_logits`` the product in front of it, for
 which factors of 16 bits need no copies in float32. Both are for inference.
 
 In a graph for Inductor the call of a Triton kernel takes the op's place, so that it is launched by Inductor's code, not through Python.

@@ -25,8 +25,7 @@ from moefuse.ops import autograd
 from moefuse.ops.meaning.call import Body, ExpertsCall, Stack, cut, stacks
 from moefuse.ops.meaning.reference import accumulation_dtype
 from moefuse.ops.schema import implement
-from moefuse.runtime import dense, providers
-from moefuse.runtime import overlap as streams
+from moefuse.runtime import dense, overlap as streams, providers
 from moefuse.runtime.lasting import kept
 
 Lists = Sequence[Tensor]

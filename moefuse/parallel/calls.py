@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moefuse import _torch_private
+from moefuse._torch_private import tree_flatten, tree_unflatten
 from moefuse.parallel import hooked, views
 from moefuse.parallel.shard import holders_of
 from moefuse.runtime import pieces

@@ -20,7 +20,7 @@ from moefuse.capture.dynamo import hooks
 from moefuse.errors import message
 from moefuse.parallel import views
 from moefuse.parallel.shard import holders_of
-from moefuse.report.report import Skipped
+from moefuse.report.entries import Skipped
 from moefuse.runtime import words
 
 WHY = "_moefuse_hooked"

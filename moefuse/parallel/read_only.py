@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse import _torch_private
 from moefuse.errors import ParallelError
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
@@ -31,7 +32,7 @@ class ReadOnly(Tensor):
                 f"{target.moefuse_name} was written to, and is put together from all ranks each time it is read, so that this would be "
                 "lost: write before moefuse.parallelize, to the rows that are here (model.parameters()), or load a state_dict"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with _torch_private.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
         return _shared(out, target) if isinstance(target, cls) else out
 
@@ -49,7 +50,7 @@ def _shared(out: Any, source: ReadOnly) -> Any:
         return type(out)(_shared(o, source) for o in out) if type(out) in (tuple, list) else out
     if not isinstance(out, Tensor) or isinstance(out, ReadOnly) or out.is_meta:
         return out
-    with torch._C.DisableTorchFunctionSubclass():
+    with _torch_private.DisableTorchFunctionSubclass():
         same = out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr() != 0
     return read_only(out, source.moefuse_name) if same else out
 

@@ -12,9 +12,11 @@ from moefuse import _torch_private
 from moefuse.config import Options
 from moefuse.errors import FusionError
 from moefuse.passes.graph.module_names import roots_of
+from moefuse.report.doors import history
+from moefuse.report.entries import Skipped, may_be_done
 from moefuse.report.grouping import pattern
-from moefuse.report.quietly import history, quietly
-from moefuse.report.report import FusionReport, Skipped, may_be_done
+from moefuse.report.quietly import quietly
+from moefuse.report.report import FusionReport
 
 # Named after the backend, not after this file: it is the name in the documentation for TORCH_LOGS.
 log = logging.getLogger("moefuse.backend")

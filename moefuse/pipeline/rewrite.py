@@ -13,7 +13,6 @@ import torch
 from moefuse import _torch_private
 from moefuse.capture.dynamo import order
 from moefuse.capture.dynamo.control import environment
-from moefuse.capture.dynamo.values import inputs_of
 from moefuse.capture.frame import Frame
 from moefuse.config import Options
 from moefuse.errors import CODES, first_line, message
@@ -22,10 +21,13 @@ from moefuse.evidence.flows import Flow, flow_of
 from moefuse.passes.graph.assumptions import Undischarged
 from moefuse.passes.graph.module_names import ModuleNames, annotate
 from moefuse.passes.graph.snapshot import GraphSnapshot
+from moefuse.passes.graph.symbols import inputs_of
 from moefuse.pipeline import settled
 from moefuse.program.breaks import Stop
-from moefuse.report.quietly import opaque, quietly
-from moefuse.report.report import FusionReport, RejectedError, Skipped
+from moefuse.report.doors import opaque
+from moefuse.report.entries import RejectedError, Skipped
+from moefuse.report.quietly import quietly
+from moefuse.report.report import FusionReport
 from moefuse.runtime import pieces
 
 # Named after the backend, not after this file: it is the name in the documentation for TORCH_LOGS.

@@ -12,15 +12,16 @@ from torch.fx import Node
 from moefuse import _torch_private
 from moefuse.capture.dynamo import relations
 from moefuse.capture.dynamo.control import environment
-from moefuse.capture.dynamo.values import unbacked_in
 from moefuse.capture.frame import Frame
 from moefuse.capture.ledger import refusals
 from moefuse.config import Options
 from moefuse.errors import UNCOUNTED, message
 from moefuse.passes.graph.assumptions import Undischarged
+from moefuse.passes.graph.symbols import unbacked_in
 from moefuse.pipeline.publish import USER_DECIDED, may_wait, raise_strict
 from moefuse.program.runs import Begun
-from moefuse.report.report import FusionReport, Skipped
+from moefuse.report.entries import Skipped
+from moefuse.report.report import FusionReport
 
 
 def related(frame: Frame, gm: torch.fx.GraphModule, result: Any, report: FusionReport, options: Options) -> Skipped | None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 
 TORCH = str(torch.__path__[0]) + os.sep
-_BETWEEN = (TORCH, *(os.path.join(os.path.dirname(__file__), name) + os.sep for name in ("parallel", "_dynamo")))
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+"""Where moefuse is."""
+_BETWEEN = (TORCH, *(os.path.join(PACKAGE, *names, "") for names in (("parallel",), ("capture", "dynamo"))))
 """Where torch's own code is: no line of a user's."""
 
 
@@ -114,4 +116,23 @@ def of_the_user(path: str) -> bool:
     return not path.startswith(_BETWEEN)
 
 
-__all__ = ["TORCH", "Stop", "code_at", "function_at", "is_the_programs", "of_the_user", "parsed", "resumed_at", "users_place"]
+def place_in(trace: str) -> str:
+    """``file:line`` of the innermost line of a stack, of those that are not torch's if there are any; empty for an empty stack."""
+    parts = [part.partition('", line ') for part in reversed(trace.split('File "')[1:])]
+    path, _, rest = next((part for part in parts if of_the_user(part[0])), parts[0] if parts else ("", "", ""))
+    return f"{path}:{rest.partition(',')[0]}" if path else ""
+
+
+__all__ = [
+    "PACKAGE",
+    "TORCH",
+    "Stop",
+    "code_at",
+    "function_at",
+    "is_the_programs",
+    "of_the_user",
+    "parsed",
+    "place_in",
+    "resumed_at",
+    "users_place",
+]

@@ -18,10 +18,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefuse import _torch_private
-from moefuse.capture.dynamo.values import unbacked
 from moefuse.ops.schema import TAKES_IDS
 from moefuse.passes.graph.module_names import ModuleNames
 from moefuse.passes.graph.snapshot import copy_graph
+from moefuse.passes.graph.symbols import unbacked
 from moefuse.report.reused_code import nearest_parameter
 
 _VIEWS = frozenset(("view", "reshape", "flatten", "contiguous", "long", "int", "to", "squeeze", "unsqueeze", "detach", "ravel"))

@@ -16,7 +16,8 @@ from torch import nn
 from moefuse import _torch_private
 from moefuse.program.module_tree import tree_of
 from moefuse.program.runs import Ran, now
-from moefuse.report.report import Fused, FusionReport, done_instead
+from moefuse.report.entries import Fused, done_instead
+from moefuse.report.report import FusionReport
 from moefuse.report.reused_code import Served, watch
 
 Mode = tuple[bool, bool | None]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from moefuse.report.report import Fused, Skipped
+from moefuse.report.entries import Fused, Skipped
 
 _Item = TypeVar("_Item")
 

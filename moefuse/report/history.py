@@ -2,7 +2,7 @@
 
 One report per ``torch.compile`` call (``model.compile()`` is one too): every frame that Dynamo compiled for it, and of each frame, module
 and mode (gradients, training) the graph that ran last, so that a recompilation for new shapes is not counted twice
-(:mod:`moefuse.report.compilations`). ``last_report()`` is the report of the ``torch.compile`` call that compiled something most recently, in any
+(``report/compilations.py``). ``last_report()`` is the report of the ``torch.compile`` call that compiled something most recently, in any
 thread.
 """
 
@@ -23,7 +23,8 @@ from moefuse.passes.graph.module_names import roots_of
 from moefuse.program import called
 from moefuse.report import quietly
 from moefuse.report.compilations import TOLD, Compilations, Mode, Place, fused_in, is_in, places
-from moefuse.report.report import Fused, FusionReport, Reports
+from moefuse.report.entries import Fused
+from moefuse.report.report import FusionReport, Reports
 
 
 class Lost(NamedTuple):

@@ -1,7 +1,7 @@
-"""The one door to what only explains: reports, diagnosis, names, what warmup remembers. An exception behind it changes no program.
+"""How those are asked that only explain: reports, diagnosis, names, what warmup remembers. An exception of theirs changes no program.
 
-Whoever compiles asks ``explaining.history`` and not :mod:`moefuse.report.history`: what is asked there is answered, or there is a line in the log,
-a note in the report, and an answer that says nothing. Errors that a user asked for (``strict``, ``expect``) and Dynamo's own pass.
+What is asked is answered, or there is a line in the log, a note in the report, and an answer that says nothing. Errors that a user asked
+for (``strict``, ``expect``) and Dynamo's own pass.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moefuse import _torch_private
 from moefuse.errors import FusionError, first_line
@@ -58,11 +58,11 @@ def _say(error: Exception) -> None:
     log.warning("%s", text, exc_info=error)
 
 
-class _Door:
+class Door:
     """A module whose functions are asked :func:`quietly`. They are looked up when they are asked.
 
     Args:
-        name: of the module, in the package.
+        name: of the module, in the package, of which nothing is imported here.
         otherwise: what some of its functions say where they fail; the others say None.
     """
 
@@ -80,20 +80,6 @@ class _Door:
             return quietly(value, *args, otherwise=(lambda: otherwise(*args)) if callable(otherwise) else otherwise, **kwargs)
 
         return ask
-
-
-if TYPE_CHECKING:
-    from moefuse.diagnosis import missed_layers as nothing_found
-    from moefuse.evidence import opaque as opaque
-    from moefuse.evidence import suspects as suspects
-    from moefuse.passes.graph import module_names as module_names
-    from moefuse.report import history as history
-else:
-    history = _Door("history", watched=lambda report, compiled, *_: compiled)
-    module_names = _Door("module_names", of_traced="")
-    nothing_found = _Door("nothing_found", missing=lambda *_: [])
-    opaque = _Door("opaque", opaque=lambda *_: [])
-    suspects = _Door("suspects", suspects=lambda *_: [])
 
 
 _torch_private.guard_endings(quietly)

@@ -17,9 +17,10 @@ from torch import nn
 from moefuse import _torch_private
 from moefuse.passes.graph.module_names import ModuleNames
 from moefuse.program.runs import Ran, now
+from moefuse.report.entries import Skipped
 from moefuse.report.grouping import pattern
 from moefuse.report.quietly import quietly
-from moefuse.report.report import FusionReport, Skipped
+from moefuse.report.report import FusionReport
 
 LIMIT = 4096
 """Modules that are told apart; code that gets new weights with every call counts no further."""

@@ -18,7 +18,7 @@ from moefuse.runtime.expert_grads import empty_grads, vector_grads
 from moefuse.runtime.routing import Group, groups_of
 
 if TYPE_CHECKING:
-    from moefuse.ops.coded import CodedCall, CodedGrads
+    from moefuse.ops.meaning.coded_calls import CodedCall, CodedGrads
 
 
 def experts_coded(call: CodedCall) -> Tensor:

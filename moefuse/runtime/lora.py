@@ -19,7 +19,7 @@ from moefuse.runtime.expert_grads import add_bias_products, empty_grads, vector_
 from moefuse.runtime.routing import Group, chunked, groups_of, positions, sort_slots
 
 if TYPE_CHECKING:
-    from moefuse.ops.lora import LoraCall, LoraGradCall, Term
+    from moefuse.ops.meaning.lora_calls import LoraCall, LoraGradCall, Term
 
 
 def experts_lora(call: LoraCall) -> Tensor:

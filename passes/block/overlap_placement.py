@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from moefuse.capture.dynamo.values import unbacked_in
 from moefuse.ops.meaning.call import Body
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import fake
+from moefuse.passes.graph.symbols import unbacked_in
 from moefuse.passes.infer.state import Context
 
 

@@ -7,14 +7,14 @@ elements are asked for, not by how large the weights are, and what an element is
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from moefuse.passes.encodings import moves
+from moefuse.passes.encodings.batch import Batch
 from moefuse.passes.encodings.memory import Coords, Strided, onto, ravel
 from moefuse.passes.encodings.pointwise import POINTWISE, applied
 from moefuse.passes.encodings.terms import Const, Read, Term, UnreadError, bits, cast
@@ -25,27 +25,6 @@ from moefuse.passes.ir.facts import RowNumber
 
 _STEPS, _PIECES = 400, 64
 """Most operations on the way of one element, and most ways that elements of one tensor go."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What elements are asked for.
-
-    Attributes:
-        count: how many.
-        expert: of each of them, the expert; it is the index where the program takes the row of an expert that stands for all of them.
-        rows: index tensors that hold an expert's number.
-        fixed: the values of inputs of the graph that never change.
-        slots: of each of them, whose weights it is one of, where each element of ``rows`` chooses an expert's; None if one stands for all.
-        given: what counts as inputs.
-    """
-
-    count: int
-    expert: Tensor | None = None
-    rows: frozenset[Node] = frozenset()
-    fixed: Callable[[Node], Tensor | None] = lambda _: None
-    slots: Tensor | None = None
-    given: frozenset[Node] = frozenset()
 
 
 class Elements:
@@ -236,4 +215,4 @@ def expert_stack(ctx: Context, node: Node, rows: frozenset[Node]) -> int | None:
     return None
 
 
-__all__ = ["Batch", "Elements", "expert_stack", "is_number", "row_of", "ways"]
+__all__ = ["Elements", "expert_stack", "is_number", "row_of", "ways"]

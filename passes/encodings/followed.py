@@ -12,19 +12,16 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import moefuse
 from moefuse import _torch_private
 from moefuse.passes.graph.op_classes import BROADCASTS, COPIES, RESHAPES, TURNS
-from moefuse.program.breaks import of_the_user
+from moefuse.program.breaks import PACKAGE, of_the_user
 
 ROWS, BIAS, GRADIENT, CODES, SCALES, OTHER = "rows", "a bias", "a gradient", "codes", "scales", "a tensor that is not the weight's own"
-_HERE = str(Path(moefuse.__file__).parent)
 _MOVING = frozenset((ROWS, GRADIENT))
 
 _PLACES = RESHAPES | TURNS | BROADCASTS | COPIES | frozenset("_reshape_alias t numpy_T movedim lift_fresh lift_fresh_copy".split())
@@ -96,8 +93,8 @@ class Followed:
     def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """An operation, and what it gave."""
         name = func._schema.name.partition("::")[2]
-        given = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-        results = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        given = [a for a in _torch_private.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        results = [t for t in _torch_private.tree_leaves(out) if isinstance(t, Tensor)]
         name = name.removesuffix("_") if func._schema.is_mutable else name
         fresh = name in ("lift_fresh", "lift_fresh_copy")
         parts = [Made() if fresh and self._found(a) is None else self.made(a) for a in given]
@@ -228,7 +225,7 @@ def _place() -> str:
     """The line of the class that came to the operation that is seen now; empty if torch did by itself."""
     below = False
     for frame in reversed(traceback.extract_stack()):
-        inside = frame.filename.startswith(_HERE)
+        inside = frame.filename.startswith(PACKAGE)
         if below and inside:
             return ""
         if not inside and of_the_user(frame.filename):

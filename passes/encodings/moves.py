@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from moefuse.passes.encodings.batch import Asked
 from moefuse.passes.encodings.memory import Coords, Strided, onto, ravel, unravel
 from moefuse.passes.encodings.terms import Const, Term, UnreadError, cast, looked_up
 from moefuse.passes.graph.calls import Call, call_target
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import COPIES, FILLS, RESHAPES
 
-if TYPE_CHECKING:
-    from moefuse.passes.encodings.elements import Elements
-
-Move = Callable[["Elements", Node, Call, Coords], Term]
+Move = Callable[[Asked, Node, Call, Coords], Term]
 _INDEX = (Node, slice, list, type(None))
 _SMALL = 1 << 20
 """Most numbers of a constant."""
@@ -50,15 +48,15 @@ def _option(call: Call, name: str, at: int, default: Any) -> Any:
     return call.kwargs.get(name, call.args[at] if len(call.args) > at else default)
 
 
-def _same(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
+def _same(elements: Asked, node: Node, call: Call, coords: Coords) -> Term:
     return elements.of(_source(node, call), coords, node)
 
 
-def _cast(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
+def _cast(elements: Asked, node: Node, call: Call, coords: Coords) -> Term:
     return cast(node, _same(elements, node, call, coords), Strided(node).dtype)
 
 
-def _reshape(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
+def _reshape(elements: Asked, node: Node, call: Call, coords: Coords) -> Term:
     x = _source(node, call)
     if Strided(x).dtype != Strided(node).dtype:
         raise UnreadError(node, "reads numbers as several, or several as one")
@@ -66,19 +64,19 @@ def _reshape(elements: Elements, node: Node, call: Call, coords: Coords) -> Term
     return elements.of(x, unravel(flat, Strided(x).sizes), node)
 
 
-def _expand(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
+def _expand(elements: Asked, node: Node, call: Call, coords: Coords) -> Term:
     x = _source(node, call)
     return elements.of(x, onto(coords, Strided(x).sizes), node)
 
 
-def _repeat(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
+def _repeat(elements: Asked, node: Node, call: Call, coords: Coords) -> Term:
     x = _source(node, call)
     sizes = Strided(x).sizes
     last = coords[len(coords) - len(sizes) :]
     return elements.of(x, tuple(c % size for c, size in zip(last, sizes, strict=True)), node)
 
 
-def _repeat_interleave(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
+def _repeat_interleave(elements: Asked, node: Node, call: Call, coords: Coords) -> Term:
     x, times, dim = _source(node, call), _option(call, "repeats", 1, None), _option(call, "dim", 2, None)
     sizes = Strided(x).sizes
     if not isinstance(times, int) or not isinstance(dim, int | None):
@@ -103,13 +101,13 @@ def _together(group: Tensor) -> int:
     return first
 
 
-def _stack(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
+def _stack(elements: Asked, node: Node, call: Call, coords: Coords) -> Term:
     parts, dim = _parts(node, call)
     which = _together(coords[dim])
     return cast(node, elements.of(parts[which], (*coords[:dim], *coords[dim + 1 :]), node), Strided(node).dtype)
 
 
-def _cat(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
+def _cat(elements: Asked, node: Node, call: Call, coords: Coords) -> Term:
     parts, dim = _parts(node, call)
     if any(len(Strided(p).sizes) <= dim for p in parts):
         raise UnreadError(node, "puts an empty tensor beside others")
@@ -119,7 +117,7 @@ def _cat(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
     return cast(node, elements.of(parts[which], (*coords[:dim], coords[dim] - begin, *coords[dim + 1 :]), node), Strided(node).dtype)
 
 
-def _constant(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
+def _constant(elements: Asked, node: Node, call: Call, coords: Coords) -> Term:
     own = Strided(node)
     if node.all_input_nodes or torch.Size(own.sizes).numel() > _SMALL:
         raise UnreadError(node, "is no constant")
@@ -128,7 +126,7 @@ def _constant(elements: Elements, node: Node, call: Call, coords: Coords) -> Ter
     return Const(found.to(own.dtype)[coords].expand(elements.batch.count))
 
 
-def _fill(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
+def _fill(elements: Asked, node: Node, call: Call, coords: Coords) -> Term:
     if "empty" in call.name:
         raise UnreadError(node, "is read where nothing was written")
     value: Any = 1 if "ones" in call.name else 0
@@ -139,27 +137,27 @@ def _fill(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
     return Const(torch.full((elements.batch.count,), value, dtype=Strided(node).dtype))
 
 
-def _getitem(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
+def _getitem(elements: Asked, node: Node, call: Call, coords: Coords) -> Term:
     x, index = _source(node, call), call.args[1]
     items = list(index) if isinstance(index, tuple | list) else [index]
     return _index(elements, node, x, items, coords)
 
 
-def _index_select(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
+def _index_select(elements: Asked, node: Node, call: Call, coords: Coords) -> Term:
     x, dim, index = _source(node, call), _option(call, "dim", 1, None), _option(call, "index", 2, None)
     if not isinstance(dim, int):
         raise UnreadError(node, "has arguments that are not read")
     return _index(elements, node, x, [slice(None)] * (dim % len(Strided(x).sizes)) + [index], coords)
 
 
-def _take(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
+def _take(elements: Asked, node: Node, call: Call, coords: Coords) -> Term:
     x = _source(node, call)
     if len(Strided(x).sizes) != 1:
         raise UnreadError(node, "takes elements of several dimensions")
     return _index(elements, node, x, [call.args[1]], coords)
 
 
-def _index(elements: Elements, node: Node, x: Node, items: list[Any], coords: Coords) -> Term:
+def _index(elements: Asked, node: Node, x: Node, items: list[Any], coords: Coords) -> Term:
     """Elements of ``x[items]``, one of which is a tensor or a list of numbers."""
     sizes, out = Strided(x).sizes, list(coords)
     if sum(isinstance(i, Node | list) for i in items) != 1 or not all(isinstance(i, _INDEX) or i is Ellipsis for i in items):
@@ -183,7 +181,7 @@ def _index(elements: Elements, node: Node, x: Node, items: list[Any], coords: Co
     return elements.of(x, tuple(found), node)
 
 
-def _numbers(elements: Elements, node: Node, index: Node | list[Any], out: list[Tensor]) -> Term:
+def _numbers(elements: Asked, node: Node, index: Node | list[Any], out: list[Tensor]) -> Term:
     """The numbers that an index has; their dimensions are the next ones of the result."""
     if isinstance(index, list):
         if not all(type(i) is int for i in index):
@@ -195,7 +193,7 @@ def _numbers(elements: Elements, node: Node, index: Node | list[Any], out: list[
     return elements.of(index, tuple(coords), node)
 
 
-def _table(elements: Elements, node: Node, x: Node, index: Term) -> Term:
+def _table(elements: Asked, node: Node, x: Node, index: Term) -> Term:
     """Elements of a table, by codes."""
     sizes = Strided(x).sizes
     if len(sizes) != 1 or sizes[0] > _SMALL:

@@ -6,7 +6,7 @@ vectors, as forward shows the weight. Numbers as large and as small as a dtype h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,7 @@ from moefuse.passes.encodings.followed import BIAS, CODES, GRADIENT, ROWS, SCALE
 from moefuse.passes.encodings.inner import inner
 from moefuse.passes.encodings.terms import UnreadError
 from moefuse.passes.encodings.tried import multiplied, rows_of
-
-if TYPE_CHECKING:
-    from moefuse.passes.encodings.subclass import Weighed
+from moefuse.passes.encodings.weighed import Weighed
 
 _ROWS = (8, 1, 128)
 """How many are tried at once: a class may have one kernel for a single row, and another for many."""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from moefuse.passes.encodings.batch import Asked
 from moefuse.passes.encodings.memory import Coords, Strided, onto
 from moefuse.passes.encodings.terms import Apply, Term, UnreadError, cast, folded
 from moefuse.passes.graph.calls import Call, call_target, tensor
 from moefuse.passes.graph.op_classes import BINARY, TERNARY, UNARY
-
-if TYPE_CHECKING:
-    from moefuse.passes.encodings.elements import Elements
 
 POINTWISE = frozenset(
     (
@@ -31,7 +29,7 @@ POINTWISE = frozenset(
 """Operations each element of whose result is of the elements of the arguments at its place alone."""
 
 
-def applied(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
+def applied(elements: Asked, node: Node, call: Call, coords: Coords) -> Term:
     """The tree of elements of a pointwise operation."""
     out = node.kwargs.get("out")
     names = [n for n in node.all_input_nodes if n is not out or n in call.args]

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefuse.passes.encodings.alike import Known, signature
-from moefuse.passes.encodings.elements import Batch, expert_stack, ways
+from moefuse.passes.encodings.batch import Batch
+from moefuse.passes.encodings.elements import expert_stack, ways
 from moefuse.passes.encodings.fit import Ways, fitted
 from moefuse.passes.encodings.memory import Strided
 from moefuse.passes.encodings.part import Coded

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moefuse.capture import dummies
-from moefuse.passes.graph.assumptions import Assumption
+from moefuse import _torch_private
+from moefuse.passes.graph.assumptions import DUMMY, Assumption
 from moefuse.passes.graph.calls import call_of, tensor
 from moefuse.passes.graph.op_classes import MODES, draws
 from moefuse.passes.graph.writes import changed
@@ -159,7 +159,7 @@ def _computes(graph: Graph) -> bool:
     """Whether all that forward does is to compute, and to switch gradients off meanwhile."""
     for node in graph.nodes:
         call = call_of(node)
-        if node.op in ("get_attr", "call_module") or isinstance(node.target, torch._ops.HigherOrderOperator):
+        if node.op in ("get_attr", "call_module") or isinstance(node.target, _torch_private.HigherOrderOperator):
             return False
         if call is not None and (call.inplace or draws(call) or (call.name in MODES and call.name != _GRAD_MODE)):
             return False
@@ -168,7 +168,7 @@ def _computes(graph: Graph) -> bool:
 
 def _gives_gradients(graph: Graph) -> bool:
     """Whether all that backward does is to compute gradients."""
-    calls = [call_of(node) for node in graph.nodes if not isinstance(node.target, torch._ops.HigherOrderOperator)]
+    calls = [call_of(node) for node in graph.nodes if not isinstance(node.target, _torch_private.HigherOrderOperator)]
     return len(calls) == len(graph.nodes) and not changed(graph) and not any(call is not None and draws(call) for call in calls)
 
 
@@ -178,7 +178,7 @@ def _inline(node: Node, call: Call, inner: Graph, assumptions: Sequence[Assumpti
     env: dict[Node, Any] = dict(zip(inner.find_nodes(op="placeholder"), call.given, strict=True))
     with graph.inserting_before(node):
         for old in inner.nodes:
-            found = None if old.meta.get(dummies.TAG) else call_of(old)
+            found = None if old.meta.get(DUMMY) else call_of(old)
             if found is not None and found.name != _GRAD_MODE:
                 env[old] = graph.node_copy(old, env.__getitem__)
                 nodes.append(env[old])

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 Kind = Literal["row", "end", "size", "value", "list", "length", "element"]
 
 TAG = "moefuse_assumptions"
 """Key of a node's meta: how many assumptions it was made under. A copy of such a node carries it too, and is then noticed."""
-
-
-RETURN = -1
-"""In place of an instruction: where the function returns."""
+DUMMY = "moefuse_dummy"
+"""Key of the meta of nodes of a pass of an expert without tokens (``capture/dummies.py``)."""
 
 
 @dataclass(frozen=True)
@@ -90,31 +87,9 @@ class Undischarged:
     detail: str
 
 
-@dataclass(eq=False)
-class Scope:
-    """An assumption whose two ways have not met yet.
-
-    Attributes:
-        join: number of the instruction where they meet; :data:`RETURN` where both return from the function.
-        stack, locals: the state at the branch, to compare with.
-        marker: the last operation recorded before the scope.
-        loop: the loop whose iteration this is, if it is one.
-        then: the instruction to go on with at ``join``, where this is the way that is not assumed (``dummies``).
-        clock: what was made later than this was made inside.
-        other: then, what the other way returns.
-        notes: each ``ctx`` of an ``autograd.Function`` that returns early, and what was noted in it before.
-    """
-
-    assumption: Assumption
-    translator: Any
-    join: int
-    stack: list[Any]
-    locals: dict[str, Any]
-    graph: Any
-    marker: Node
-    clock: int
-    check: Callable[[], object] = lambda: None
-    loop: Any = None
-    then: int | None = None
-    other: Any = None
-    notes: list[tuple[Any, Any]] = field(default_factory=list)
+def erase_dummies(gm: GraphModule) -> bool:
+    """Take what passes of experts without tokens recorded out of a graph, where nothing of it is read; whether there was any."""
+    nodes = [n for n in gm.graph.nodes if n.meta.get(DUMMY)]
+    for node in reversed(nodes):
+        gm.graph.erase_node(node)
+    return bool(nodes)

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.evidence.flows import place_in
+from moefuse import _torch_private
 from moefuse.passes.graph.aten import as_function
 from moefuse.passes.graph.custom import as_aten
 from moefuse.passes.graph.module_names import MODULE, source_path
 from moefuse.passes.graph.values import fake, tensor
 from moefuse.passes.graph.writes import known_function, plain_name, written
+from moefuse.program.breaks import place_in
 
 _ALIASES = {
     "multiply": "mul", "imul": "mul_", "iadd": "add_", "isub": "sub_", "itruediv": "div_", "truediv": "div", "true_divide": "div",
@@ -65,11 +66,11 @@ def raw_name(node: Node) -> str:
     A function or an operator that is not torch's has all of its name, so that no rule takes it for what torch calls so.
     """
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(target, _torch_private.OpOverload | _torch_private.OpOverloadPacket):
         whole = str(target).partition(".")
         space, name = whole[0], whole[2].partition(".")[0]
         return name if space in _NAMESPACES else f"{space}::{name}"
-    if isinstance(target, torch._ops.HigherOrderOperator) or known_function(target):
+    if isinstance(target, _torch_private.HigherOrderOperator) or known_function(target):
         return plain_name(target)
     return f"{target.__module__}.{plain_name(target)}"
 
@@ -101,7 +102,7 @@ def call_of(node: Node, targets: tuple[Node, ...] | None = None) -> Call | None:
     targets = written(node) if targets is None else targets
     if targets and name.endswith("_"):
         name = _ALIASES.get(name[:-1], name[:-1])
-    if isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(op, _torch_private.OpOverload | _torch_private.OpOverloadPacket):
         name, args, kwargs = as_function(name, args, kwargs)
     return Call(name, args, kwargs, targets)
 

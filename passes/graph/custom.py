@@ -15,12 +15,12 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from moefuse import _torch_private
-from moefuse.capture.dynamo.values import hint
+from moefuse._torch_private import FakeTensorMode
+from moefuse.passes.graph.symbols import hint
 from moefuse.passes.graph.values import tensor
 
 _PASSED = ("detach", "alias")
@@ -39,9 +39,9 @@ class _Tensor(NamedTuple):
 
 def as_aten(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
     """The operator of ATen that a library's operator is, with its arguments; None where that is not shown."""
-    if isinstance(op, torch._ops.OpOverloadPacket) and op.overloads() == ["default"]:
+    if isinstance(op, _torch_private.OpOverloadPacket) and op.overloads() == ["default"]:
         op = op.default
-    if not isinstance(op, torch._ops.OpOverload) or kwargs or op._schema.is_mutable or len(op._schema.returns) != 1:
+    if not isinstance(op, _torch_private.OpOverload) or kwargs or op._schema.is_mutable or len(op._schema.returns) != 1:
         return None
     given = tuple(_described(a) for a in args)
     devices = {a.device.type for a in given if isinstance(a, _Tensor)}
@@ -107,7 +107,7 @@ def _read(op: Any, function: Callable[..., Any], backward: tuple[Any, ...], give
 
 def _is_plain(target: Any) -> bool:
     """Whether an operation is one of ATen's that gives a new tensor, without drawing random numbers."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if not isinstance(target, _torch_private.OpOverload) or target.namespace != "aten":
         return False
     views = any(r.alias_info is not None for r in target._schema.returns)
     return not target._schema.is_mutable and not views and torch.Tag.nondeterministic_seeded not in target.tags
@@ -118,7 +118,7 @@ class _Place(int):
 
 
 def _filled(template: Any, args: tuple[Any, ...]) -> Any:
-    return torch.utils._pytree.tree_map(lambda a: args[a] if isinstance(a, _Place) else a, template)
+    return _torch_private.tree_map(lambda a: args[a] if isinstance(a, _Place) else a, template)
 
 
 def _traced(function: Callable[..., Any], given: tuple[Any, ...], tensors: list[Any]) -> GraphModule:
@@ -157,7 +157,7 @@ def _gradients(function: Callable[..., Any], given: tuple[Any, ...], tensors: li
             shown = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: _Shown(names[n]))
             names[node] = names[node.args[0]] if passed else f"{node.target}{shown}"
     (result,) = traced.graph.find_nodes(op="output")
-    return [names[n] for n in torch.utils._pytree.tree_leaves(result.args[0])]
+    return [names[n] for n in _torch_private.tree_leaves(result.args[0])]
 
 
 class _Shown(str):
@@ -169,4 +169,4 @@ class _Shown(str):
 
 def _name(node: Node) -> str:
     target = node.target
-    return target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
+    return target._schema.name.partition("::")[2] if isinstance(target, _torch_private.OpOverload) else ""

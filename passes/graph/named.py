@@ -60,7 +60,7 @@ def operation(node: Node) -> str:
         node = node.args[0]
     if node.op not in ("call_function", "call_method"):
         return "its input"
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+    if not isinstance(node.target, _torch_private.HigherOrderOperator):
         return raw_name(node)
     called = next((_expression(line[start:], "") for line, start in _frames(node)), "")
     return called if called and len(called) <= _LONGEST and "`" not in called else raw_name(node)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moefuse import _torch_private
+
 if TYPE_CHECKING:
     from moefuse.passes.graph.calls import Call
 
@@ -129,5 +131,5 @@ def random(name: str) -> bool:
     if name in RANDOM or "rand" in name or name in ("dropout", "manual_seed", "seed", "set_rng_state"):
         return True
     packet = getattr(torch.ops.aten, name, None)
-    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    overloads = packet.overloads() if isinstance(packet, _torch_private.OpOverloadPacket) else ()
     return any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in overloads)

@@ -15,8 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse import _torch_private
-from moefuse.passes.graph.slices import NotLocalError as NotLocalError
-from moefuse.passes.graph.slices import View, in_slice
+from moefuse.passes.graph.slices import NotLocalError as NotLocalError, View, in_slice
 from moefuse.passes.graph.storage import Memory
 from moefuse.passes.graph.values import tensor
 from moefuse.runtime.groups import Terms

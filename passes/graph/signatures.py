@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse import _torch_private
 from moefuse.passes.graph.calls import Call
 from moefuse.passes.graph.writes import plain_name
 
@@ -73,10 +74,10 @@ def _forms(target: Any, name: str) -> tuple[Form, ...]:
 
 
 def _signatures(target: Any, name: str) -> Iterator[Form]:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, _torch_private.OpOverload):
         yield _of_schema(target._schema)
         return
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, _torch_private.OpOverloadPacket):
         yield from _of_packet(target)
         return
     written = plain_name(target)
@@ -86,7 +87,7 @@ def _signatures(target: Any, name: str) -> Iterator[Form]:
             yield found
     for spelled in dict.fromkeys((written, written.rstrip("_"), name)):
         packet = getattr(torch.ops.aten, spelled, None)
-        if isinstance(packet, torch._ops.OpOverloadPacket):
+        if isinstance(packet, _torch_private.OpOverloadPacket):
             yield from _of_packet(packet)
 
 

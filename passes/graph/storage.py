@@ -153,10 +153,10 @@ def _modes(node: Node) -> bool:
 def _reshapes(node: Node) -> bool:
     """Whether a write changes sizes, strides or the storage itself."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, _torch_private.OpOverload):
         return torch.Tag.inplace_view in target.tags
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, _torch_private.OpOverloadPacket):
         return False
     return any(torch.Tag.inplace_view in getattr(packet, o).tags for o in packet.overloads())

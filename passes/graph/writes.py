@@ -33,7 +33,7 @@ def known_function(target: Any) -> bool:
     """Whether a target is torch's own or Python's, so that torch (or Python) says what it does."""
     if isinstance(target, str):
         return True
-    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(target, _torch_private.OpOverload | _torch_private.OpOverloadPacket):
         return True
     module = str(getattr(target, "__module__", None) or "torch")
     return module.partition(".")[0] in _KNOWN
@@ -46,9 +46,9 @@ def written(node: Node) -> tuple[Node, ...]:
     if node.op not in ("call_function", "call_method"):
         return ()
     target: Any = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, _torch_private.HigherOrderOperator):
         return _by_bodies(node)
-    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(target, _torch_private.OpOverload | _torch_private.OpOverloadPacket):
         return _at(node, _places_of(target))
     if not known_function(target):
         return _given(node)
@@ -89,7 +89,7 @@ def _places(schema: Any) -> Places:
 @functools.cache
 def _places_of(target: Any) -> Places:
     """What an operator's schema, or any schema of an operator that may be meant, says is written to."""
-    overloads = (getattr(target, o) for o in target.overloads()) if isinstance(target, torch._ops.OpOverloadPacket) else (target,)
+    overloads = (getattr(target, o) for o in target.overloads()) if isinstance(target, _torch_private.OpOverloadPacket) else (target,)
     return frozenset().union(*(_places(overload._schema) for overload in overloads))
 
 
@@ -97,7 +97,7 @@ def _places_of(target: Any) -> Places:
 def _schemas_of(name: str) -> tuple[Any, ...]:
     """The schemas of the torch operator of a name, not those for ``out=`` (a keyword, which the node shows) or for lists of scripts."""
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    found = [getattr(packet, o)._schema for o in packet.overloads()] if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    found = [getattr(packet, o)._schema for o in packet.overloads()] if isinstance(packet, _torch_private.OpOverloadPacket) else []
     return tuple(s for s in found if not any(a.is_out for a in s.arguments) and _torch_private.has_kernel(s))
 
 
@@ -204,7 +204,8 @@ def returns_input(node: Node) -> set[int] | None:
 
     Nothing is run where a schema says that the result is new, of an operator that is not made of others.
     """
-    if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.HigherOrderOperator) or _is_new(node.target):
+    called = node.op in ("call_function", "call_method")
+    if not called or isinstance(node.target, _torch_private.HigherOrderOperator) or _is_new(node.target):
         return set()
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), fake)
     try:
@@ -223,7 +224,7 @@ def _is_new(target: Any) -> bool:
     """Whether an operator's result is a new tensor, as its schemas say."""
     if isinstance(target, types.FunctionType):
         return False
-    overload = isinstance(target, torch._ops.OpOverload)
+    overload = isinstance(target, _torch_private.OpOverload)
     schemas = (target._schema,) if overload else _schemas_of(plain_name(target).removeprefix(_NUMPY))
     return bool(schemas) and all(not _torch_private.is_composite(s) and all(r.alias_info is None for r in s.returns) for s in schemas)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse import _torch_private
 from moefuse.passes.graph.calls import call_of, call_target
 from moefuse.passes.graph.op_classes import random
 from moefuse.passes.graph.sharded import is_gathered, is_root
@@ -75,7 +76,7 @@ class Older:
 def _plain(node: Node) -> bool:
     """Whether a node may be run again: a torch operation that draws no random numbers."""
     call = call_of(node)
-    return call is not None and not random(call.name) and not isinstance(node.target, torch._ops.HigherOrderOperator)
+    return call is not None and not random(call.name) and not isinstance(node.target, _torch_private.HigherOrderOperator)
 
 
 def execute(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], value: Callable[[Node], Any], kept: set[int]) -> Any:

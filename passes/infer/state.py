@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import Graph, Node
 
-from moefuse.capture.dynamo.values import unbacked_in
 from moefuse.passes.graph.assumptions import Assumption
 from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.levels import levels
@@ -18,6 +17,7 @@ from moefuse.passes.graph.modes import modes
 from moefuse.passes.graph.op_classes import CONDITIONS, SAME_NUMBER
 from moefuse.passes.graph.sizes import same_shape, shape_of, size_of
 from moefuse.passes.graph.storage import Memory
+from moefuse.passes.graph.symbols import unbacked_in
 from moefuse.passes.infer.symbolic_sizes import Known
 from moefuse.passes.ir.axes import fresh
 from moefuse.passes.ir.facts import Combined, Lost, Part, Routing, RowNumber, Sum, View

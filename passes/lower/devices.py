@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.ops.coded import CodedCall
-from moefuse.ops.lora import LoraCall
+from moefuse import _torch_private
 from moefuse.ops.meaning.call import ExpertsCall
+from moefuse.ops.meaning.coded_calls import CodedCall
+from moefuse.ops.meaning.lora_calls import LoraCall
 from moefuse.passes.graph.calls import fake
 from moefuse.runtime import providers
 
@@ -43,7 +44,7 @@ def unsupported(new_nodes: Sequence[Node], grad: bool) -> tuple[str, str] | None
     """(device, reason) if an op among ``new_nodes`` has no kernel for its device. ``grad``: whether grad mode is on there."""
     for node in new_nodes:
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "moefuse":
+        if not isinstance(target, _torch_private.OpOverload) or target.namespace != "moefuse":
             continue
         args = torch.fx.node.map_arg(node.args, fake)
         tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,)) if isinstance(t, torch.Tensor)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -14,11 +14,8 @@ from moefuse.ops.meaning.encoding import Encoding
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.ir.evaluate import flat_shapes
 from moefuse.passes.ir.expr import Held, Leaf, Linear, walk
+from moefuse.passes.lower.operands import Operands
 from moefuse.passes.match.templates import Body
-
-if TYPE_CHECKING:
-    from moefuse.passes.lower.lower import Lowering
-    from moefuse.passes.lower.operands import Operands
 
 
 class UnsupportedError(ValueError):
@@ -30,7 +27,7 @@ def encoding_of(held: Held, unrounded: bool) -> Encoding:
     return replace(held.encoding, activation=None) if unrounded else held.encoding
 
 
-def held_call(lowering: Lowering, body: Body) -> tuple[Callable[..., Any], list[Any], dict[str, Any]] | None:
+def held_call(lowering: Operands, body: Body, op: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any], dict[str, Any]] | None:
     """The op, the scales of each projection, and how each is held; None if no operation of the program multiplies storage.
 
     Raises:
@@ -39,7 +36,7 @@ def held_call(lowering: Lowering, body: Body) -> tuple[Callable[..., Any], list[
     held = [None if p is None else p.weight.held for p in body.projections]
     if not any(held):
         return None
-    if lowering.op()[0] is not torch.ops.moefuse.experts.default or any(p is not None and (p.terms or p.added) for p in body.projections):
+    if op is not torch.ops.moefuse.experts.default or any(p is not None and (p.terms or p.added) for p in body.projections):
         raise UnsupportedError("there are low-rank terms beside them, or they are on several ranks")
     computed = {str(fake(e.node).dtype).removeprefix("torch.") for e in walk(lowering.region.expr) if isinstance(e, Linear)}
     if len(computed) > 1:
@@ -60,7 +57,7 @@ def listed(leaves: list[Leaf], unrounded: bool) -> str:
     return "; ".join(dict.fromkeys(encoding_of(leaf.held, unrounded).describe() for leaf in leaves if leaf.held is not None))
 
 
-def is_beside_terms(lowering: Lowering, body: Body) -> bool:
+def is_beside_terms(lowering: Operands, body: Body) -> bool:
     """Whether there are low-rank terms beside weights that grouped products take as they are held, and that one op does not take so."""
     found = [p for p in body.projections if p is not None]
     held = [p.weight.held for p in found if p.weight.held is not None]
@@ -68,20 +65,7 @@ def is_beside_terms(lowering: Lowering, body: Body) -> bool:
     return bool(held) and plain and any(p.terms or p.added for p in found)
 
 
-def detached(lowering: Operands, leaf: Leaf, nodes: list[Node]) -> list[Node]:
-    """The storage, which has no gradients: nor has it in the program, whose operator has none."""
-    return [lowering.emit(torch.detach, n) if fake(n).requires_grad else n for n in nodes]
-
-
-def storages(lowering: Operands, leaf: Leaf) -> list[Node]:
-    """What holds the weights, in two dimensions (and one of experts): a view where the program has it in one."""
-    nodes = detached(lowering, leaf, lowering.sources(leaf))
-    if leaf.held is None or leaf.held.shape is None:
-        return nodes
-    return [lowering.emit(torch.reshape, n, flat_shapes(leaf.held)[0]) for n in nodes]
-
-
-def multiplied(lowering: Lowering, rows: Node, offsets: Node, leaf: Leaf, held: Held) -> Node:
+def multiplied(lowering: Operands, rows: Node, offsets: Node, leaf: Leaf, held: Held) -> Node:
     """Sorted rows times each expert's weights, as these are held.
 
     Raises:
@@ -94,20 +78,20 @@ def multiplied(lowering: Lowering, rows: Node, offsets: Node, leaf: Leaf, held: 
     return lowering.emit(op, rows, offsets, lowering.stack(leaf), _scales(lowering, held), [], str(encoding))
 
 
-def _scales(lowering: Lowering, held: Held) -> list[Node]:
+def _scales(lowering: Operands, held: Held) -> list[Node]:
     """[E, N / bn, K / bk], or that of each expert; one scale for a matrix may be held with fewer dimensions."""
     if held.nested:
         return _unnested(lowering, held)
-    nodes = detached(lowering, held.scale, lowering.stack(held.scale))
+    nodes = lowering.storage(lowering.stack(held.scale))
     if held.shape is not None:
         return [lowering.emit(torch.reshape, n, flat_shapes(held)[1]) for n in nodes]
     one = (1, 1) if lowering.apart(held.scale) else (lowering.here(), 1, 1)
     return [n if fake(n).dim() == len(one) else lowering.emit(torch.reshape, n, one) for n in nodes]
 
 
-def _unnested(lowering: Lowering, held: Held) -> list[Node]:
+def _unnested(lowering: Operands, held: Held) -> list[Node]:
     """Scales that are held as codes, computed for all experts at once: they are few, and each call does, as the program does."""
-    codes, scale, table, offset = (lowering.emit(torch.stack, detached(lowering, of, lowering.sources(of))) for of in held.leaves)
+    codes, scale, table, offset = (lowering.emit(torch.stack, lowering.storage(lowering.sources(of))) for of in held.leaves)
     count, (n, k) = fake(codes).shape[1], flat_shapes(held)[1]
     wide = lowering.emit(torch.narrow, lowering.emit(torch.repeat_interleave, scale, held.every, 1), 1, 0, count)
     found = lowering.emit(torch.gather, table, 1, lowering.emit(torch.Tensor.to, codes, torch.int64))
@@ -116,4 +100,4 @@ def _unnested(lowering: Lowering, held: Held) -> list[Node]:
     return [lowering.emit(operator.getitem, parts, e) for e in range(len(held.scale.nodes))]
 
 
-__all__ = ["UnsupportedError", "described", "encoding_of", "held_call", "is_beside_terms", "listed", "multiplied", "storages"]
+__all__ = ["UnsupportedError", "described", "encoding_of", "held_call", "is_beside_terms", "listed", "multiplied"]

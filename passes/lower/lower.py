@@ -145,7 +145,7 @@ class Lowering(Operands):
 
     def call_of(self, body: Body) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
         """The fused op, and what it takes behind the lists of ``moefuse::experts`` and by name."""
-        found = held.held_call(self, body)
+        found = held.held_call(self, body, self.op()[0])
         if found is not None:
             return found
         op, more = self.op()

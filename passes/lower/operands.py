@@ -13,11 +13,11 @@ from torch.fx import Node
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.graph.sizes import product, same, same_shape, shape_of
+from moefuse.passes.ir.evaluate import flat_shapes
 from moefuse.passes.ir.expr import Expr, Gate, Leaf, SlotWeight, Token
 from moefuse.passes.ir.facts import Routing
 from moefuse.passes.ir.lowrank import is_number
 from moefuse.passes.ir.regions import Region
-from moefuse.passes.lower import held
 from moefuse.passes.match.ids_outside import placed
 
 
@@ -143,7 +143,7 @@ class Operands:
 
     def stack(self, leaf: Leaf) -> list[Node]:
         """A projection as the ops take it: [[E, out, in]] or E times [out, in]; a transposed view where it is stored the other way."""
-        sources = self.sources(leaf) if leaf.held is None else held.storages(self, leaf)
+        sources = self.sources(leaf) if leaf.held is None else self.storages(leaf)
         if leaf.stacked and leaf.along and not leaf.zeros:
             return [self.emit(torch.permute, s, (leaf.along, *leaf.order)) for s in sources]
         if list(leaf.order) == sorted(leaf.order):
@@ -204,6 +204,17 @@ class Operands:
             there = {e: self.emit(torch.select, leaf.source, leaf.along, e) for e in range(self.region.num_experts) if e not in leaf.zeros}
         zeros = self.emit(torch.zeros_like, next(iter(there.values())))
         return [there.get(e, zeros) for e in range(self.region.num_experts)]
+
+    def storage(self, nodes: list[Node]) -> list[Node]:
+        """What holds weights in few bits has no gradients: nor has it in the program, whose operator has none."""
+        return [self.emit(torch.detach, n) if fake(n).requires_grad else n for n in nodes]
+
+    def storages(self, leaf: Leaf) -> list[Node]:
+        """What holds the weights, in two dimensions (and one of experts): a view where the program has it in one."""
+        nodes = self.storage(self.sources(leaf))
+        if leaf.held is None or leaf.held.shape is None:
+            return nodes
+        return [self.emit(torch.reshape, n, flat_shapes(leaf.held)[0]) for n in nodes]
 
     def reshaped(self, node: Node, like: Node) -> Node:
         """``node`` in the shape of ``like``."""

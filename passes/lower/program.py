@@ -90,7 +90,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _target(target: Any) -> str:
-    if isinstance(target, str | torch._ops.OpOverload):
+    if isinstance(target, str | _torch_private.OpOverload):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', getattr(target, '__name__', type(target).__name__))}"
 

@@ -15,10 +15,10 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moefuse.capture.dynamo.values import unbacked_in
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import Call, fake, tensor
 from moefuse.passes.graph.sizes import shape_of, size_of
+from moefuse.passes.graph.symbols import unbacked_in
 from moefuse.passes.infer.state import Context
 from moefuse.passes.match.liveness import live
 

@@ -15,13 +15,13 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.ir.expr import Leaf, SharedVector
 from moefuse.passes.ir.expr_algebra import LowRank, Number, Projection
+from moefuse.passes.lower.operands import Operands
 
 if TYPE_CHECKING:
-    from moefuse.passes.lower.lower import Lowering
     from moefuse.passes.match.templates import Body
 
 
-def terms(low: Lowering, body: Body) -> tuple[list[list[Node]], list[float]]:
+def terms(low: Operands, body: Body) -> tuple[list[list[Node]], list[float]]:
     """A and B of each projection as the op takes them, and their scales; nothing where no projection has a term."""
     found = [p.terms if p is not None else () for p in body.projections]
     if not any(found):
@@ -30,7 +30,7 @@ def terms(low: Lowering, body: Body) -> tuple[list[list[Node]], list[float]]:
     return [part for a, b, _ in made for part in (a, b)], [scale for *_, scale in made]
 
 
-def bias(low: Lowering, projection: Projection) -> list[Node]:
+def bias(low: Operands, projection: Projection) -> list[Node]:
     """[[E, n]] or E times [n]: the bias of a projection, with those of its terms in the dtype of its weight."""
     found = low.vectors(projection.bias)
     if not projection.added:
@@ -49,12 +49,12 @@ def bias(low: Lowering, projection: Projection) -> list[Node]:
     return [out if fake(out).dtype == dtype else low.emit(torch.Tensor.to, out, dtype)]
 
 
-def _all(low: Lowering, vectors: list[Node]) -> Node:
+def _all(low: Operands, vectors: list[Node]) -> Node:
     """[E, n] of all experts' vectors."""
     return low.emit(torch.stack, vectors) if fake(vectors[0]).dim() == 1 else vectors[0]
 
 
-def _one(low: Lowering, several: Sequence[LowRank]) -> tuple[list[Node], list[Node], float]:
+def _one(low: Operands, several: Sequence[LowRank]) -> tuple[list[Node], list[Node], float]:
     """A, B and scale of the terms of one projection."""
     scales = {t.scale for t in several}
     scale = scales.pop() if len(scales) == 1 else 1.0
@@ -65,7 +65,7 @@ def _one(low: Lowering, several: Sequence[LowRank]) -> tuple[list[Node], list[No
     return _joined(low, firsts, 1), _joined(low, lasts, 2), scale
 
 
-def _scaled(low: Lowering, term: LowRank, numbers: Sequence[float]) -> list[Node]:
+def _scaled(low: Operands, term: LowRank, numbers: Sequence[float]) -> list[Node]:
     """A times numbers: a stack of all experts if there are any."""
     found = _factor(low, term.a)
     if not numbers and not term.by:
@@ -76,7 +76,7 @@ def _scaled(low: Lowering, term: LowRank, numbers: Sequence[float]) -> list[Node
     return [out]
 
 
-def _number(low: Lowering, number: Number, like: Node) -> Node:
+def _number(low: Operands, number: Number, like: Node) -> Node:
     """A number, or one for each expert as [E, 1, ..] in the dtype of ``like`` and with as many dimensions."""
     if isinstance(number, SharedVector):
         return number.source
@@ -84,17 +84,17 @@ def _number(low: Lowering, number: Number, like: Node) -> Node:
     return low.emit(torch.reshape, low.numbers(number.vector, value.dtype, value.device), (-1, *[1] * (value.dim() - 1)))
 
 
-def _stacked(low: Lowering, factors: list[Node]) -> Node:
+def _stacked(low: Operands, factors: list[Node]) -> Node:
     """[E, m, n] of all experts' factors."""
     return low.emit(torch.stack, factors) if fake(factors[0]).dim() == 2 else factors[0]
 
 
-def _joined(low: Lowering, factors: Sequence[list[Node]], dim: int) -> list[Node]:
+def _joined(low: Operands, factors: Sequence[list[Node]], dim: int) -> list[Node]:
     """Factors of several terms beside each other."""
     return [low.emit(torch.cat, [_stacked(low, f) for f in factors], dim)]
 
 
-def _factor(low: Lowering, leaf: Leaf) -> list[Node]:
+def _factor(low: Operands, leaf: Leaf) -> list[Node]:
     """A or B; one matrix for all experts is copied for each, and its gradient is the sum."""
     found = low.stack(leaf)
     if leaf.zeros or not leaf.parts or len(set(leaf.parts)) > 1:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch.fx import Node
 
+from moefuse import _torch_private
 from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Leaf, held_leaves, weight_leaves
@@ -25,7 +26,7 @@ _SHARDED = ("DTensor", "AsyncCollectiveTensor")
 def foreign(ctx: Context, node: Node) -> Lost | None:
     """A refusal for a weight, or what is computed from it, that is a tensor subclass with an encoding of its own."""
     kind = type(tensor(node))
-    plain = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
+    plain = (torch.Tensor, torch.nn.Parameter, _torch_private.FakeTensor)
     if kind in plain or not hasattr(kind, "__tensor_flatten__"):
         return None
     code = "sharded" if kind.__name__ in _SHARDED else "quantised"

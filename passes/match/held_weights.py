@@ -12,9 +12,10 @@ from torch.fx import Node
 from moefuse.errors import first_line
 from moefuse.passes.encodings.inner import kind
 from moefuse.passes.encodings.part import Coded, Part
-from moefuse.passes.encodings.subclass import Weighed, holds_for, subclass
+from moefuse.passes.encodings.subclass import holds_for, subclass
 from moefuse.passes.encodings.terms import UnreadError
 from moefuse.passes.encodings.tried import Product, products, rows_of
+from moefuse.passes.encodings.weighed import Weighed
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.named import named
 from moefuse.passes.infer.state import Context

@@ -20,9 +20,9 @@ import torch
 from torch.fx import Graph
 
 from moefuse import _torch_private
-from moefuse.capture.dynamo.values import hint, marked_dims
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.graph.sizes import supposing, undecided
+from moefuse.passes.graph.symbols import hint, marked_dims
 from moefuse.passes.infer.routings import unknown_slots
 from moefuse.passes.infer.state import Context, Given
 from moefuse.passes.ir.regions import Region

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.capture.dynamo.values import unbacked_in
+from moefuse import _torch_private
 from moefuse.passes.graph.calls import Call, fake
 from moefuse.passes.graph.op_classes import ASSERTS, MODES, SIZE_QUERIES, draws
 from moefuse.passes.graph.sharded import is_gathered
+from moefuse.passes.graph.symbols import unbacked_in
 from moefuse.passes.graph.writes import known_function
 from moefuse.passes.infer.state import Context
 from moefuse.passes.match.promises import about_data, promised
@@ -76,7 +77,7 @@ def users_own(node: Node) -> bool:
     """Whether an operator is not torch's own: what it does besides its writes is not known."""
     target = node.target
     foreign = getattr(target, "namespace", "aten") not in ("aten", "prims") or not known_function(target)
-    return isinstance(target, torch._ops.HigherOrderOperator) or foreign
+    return isinstance(target, _torch_private.HigherOrderOperator) or foreign
 
 
 def unread(ctx: Context) -> list[Node]:
@@ -97,7 +98,7 @@ def is_pure(call: Call | None, node: Node) -> bool:
     """The same of a node that is a call."""
     if call is None or call.inplace or call.name in MODES or call.name in ASSERTS or draws(call):
         return False
-    if isinstance(node.target, torch._ops.HigherOrderOperator) or not plain_value(fake(node)):
+    if isinstance(node.target, _torch_private.HigherOrderOperator) or not plain_value(fake(node)):
         return False
     return node.op == "call_method" or (known_function(node.target) and (is_gathered(node) or not node.is_impure()))
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.capture.dynamo.values import hint
 from moefuse.passes.graph.calls import fake, location, tensor
 from moefuse.passes.graph.matmuls import operands
 from moefuse.passes.graph.op_classes import PRODUCTS, SIZE_QUERIES
 from moefuse.passes.graph.sizes import shape_of
+from moefuse.passes.graph.symbols import hint
 from moefuse.passes.infer.state import Context
 from moefuse.passes.infer.weight_parts import Addend, OtherError, known_rank
 from moefuse.passes.infer.weight_sums import combination, low_rank

@@ -15,10 +15,10 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moefuse.capture.dynamo.values import always, unbacked, unbacked_in
 from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.graph.op_classes import ASSERTS, COUNTED
 from moefuse.passes.graph.sizes import product, shape_of
+from moefuse.passes.graph.symbols import always, unbacked, unbacked_in
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Entries, Many, Occurring, Order, Present, Routing, RowNumber, Rows, Selection, Span
 

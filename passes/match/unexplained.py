@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from moefuse import _torch_private
 from moefuse.passes.graph.calls import raw_name, tensor
 from moefuse.passes.graph.named import operation
 from moefuse.passes.graph.op_classes import INDICES_ALONG, METADATA, PRODUCTS
@@ -169,7 +170,7 @@ def _explained(node: Node) -> bool:
 
 
 def _is_ours(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket) and str(node.target).startswith("moefuse.")
+    return isinstance(node.target, _torch_private.OpOverload | _torch_private.OpOverloadPacket) and str(node.target).startswith("moefuse.")
 
 
 def _meeting(ctx: Context, flow: _Flow, product: Node) -> Node | None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from moefuse.capture.dynamo.values import hint
 from moefuse.passes.graph.calls import location, tensor
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
+from moefuse.passes.graph.symbols import hint
 from moefuse.passes.infer.state import Context
 from moefuse.passes.infer.unpacking import unpacked_from, unpacking
 from moefuse.passes.ir.expr import Leaf, weight_leaves

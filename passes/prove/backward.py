@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Interpreter, Node
 
+from moefuse import _torch_private
 from moefuse.errors import first_line
 from moefuse.passes.graph.applied import Applied, Functions
 from moefuse.passes.graph.calls import call_of, call_target, fake, tensor
@@ -134,7 +135,7 @@ def _parts(end: Node) -> Any:
 def _is_product(node: Node, moving: set[Node]) -> bool:
     """Whether a value is linear in the one that moves."""
     call, value = call_of(node), tensor(node)
-    operands = [a for a in torch.utils._pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(a, Node) and a in moving]
+    operands = [a for a in _torch_private.tree_leaves((node.args, dict(node.kwargs))) if isinstance(a, Node) and a in moving]
     if call is None or call.inplace or call.name not in _LINEAR or len(operands) != 1:
         return False
     added = call.name == "linear" and (len(call.args) > 2 or call.kwargs.get("bias") is not None)

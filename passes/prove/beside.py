@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 from torch.fx import Graph, Node
 
-from moefuse.capture.dynamo.values import unbacked_in
 from moefuse.errors import CODES
 from moefuse.passes.graph.calls import call_of, fake, location, module_path, tensor
 from moefuse.passes.graph.op_classes import ASSERTS, METADATA
+from moefuse.passes.graph.symbols import unbacked_in
 from moefuse.passes.infer.state import Context
 from moefuse.passes.match.interpret import interpret
 from moefuse.passes.prove.concerns import of_size
-from moefuse.report.report import Skipped
+from moefuse.report.entries import Skipped
 
 _WHAT = "how many tokens an expert has"
 

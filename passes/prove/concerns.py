@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from moefuse.capture.dynamo.values import unbacked_in
 from moefuse.passes.graph.assumptions import Assumption
 from moefuse.passes.graph.calls import fake
+from moefuse.passes.graph.symbols import unbacked_in
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Hit, Index, IndexMatrix, Mask, Routing, Rows
 from moefuse.passes.match.interpret import interpret

@@ -87,7 +87,7 @@ def inputs(placeholders: Sequence[Node], given: Sequence[object] | None, copies:
 
 
 def _value(node: Node, real: object, copies: Copies) -> Any:
-    if isinstance(real, Tensor) and not isinstance(real, torch._subclasses.FakeTensor):
+    if isinstance(real, Tensor) and not isinstance(real, _torch_private.FakeTensor):
         return copies.of(real, _torch_private.source_name(node))
     if tensor(node) is not None:
         return copies.synthetic(node, _torch_private.source_name(node))

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moefuse.capture.dynamo.values import unbacked_in
 from moefuse.passes.graph.assumptions import TAG, Assumption, Undischarged
 from moefuse.passes.graph.calls import call_target, fake, location
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.graph.sizes import same
+from moefuse.passes.graph.symbols import unbacked_in
 from moefuse.passes.graph.values import tensors_in
 from moefuse.passes.graph.writes import known_function
 from moefuse.passes.infer.state import Context

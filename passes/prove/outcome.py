@@ -16,7 +16,7 @@ from moefuse.passes.graph.calls import call_of, location, module_path, tensor
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.prove.forced import close, tolerance
 from moefuse.passes.prove.surroundings import lowest, rms, same_bits
-from moefuse.report.report import Skipped
+from moefuse.report.entries import Skipped
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ def shared(inputs: Sequence[Tensor], outputs: Sequence[Any]) -> list[int | None]
 def differences(want: Outcome, got: Outcome, graph: Graph, regions: Sequence[Region], exact: bool) -> Iterator[Skipped]:
     """What differs, in the order in which a user would look for it."""
     (end,) = graph.find_nodes(op="output")
-    nodes = torch.utils._pytree.tree_leaves(end.args[0])
+    nodes = _torch_private.tree_leaves(end.args[0])
     if len(want.outputs) != len(got.outputs):
         yield refusal("the number of outputs", f"{len(want.outputs)} became {len(got.outputs)}")
     for number, (a, b, node) in enumerate(zip(want.outputs, got.outputs, nodes, strict=False)):

@@ -60,7 +60,7 @@ class _Run(Interpreter):
             return found
         if self.spelled.get(n) in self.same:
             _trust(self.followed, found)
-        for value in torch.utils._pytree.tree_leaves(found):
+        for value in _torch_private.tree_leaves(found):
             made = self.followed.made(value) if isinstance(value, Tensor) else None
             if made is not None and made.odd and not self.odd and _leads_to(n, self.of_rows):
                 place = location(n)
@@ -70,7 +70,7 @@ class _Run(Interpreter):
 
 def _trust(followed: Followed, value: Any) -> None:
     """What forward has, too."""
-    for one in torch.utils._pytree.tree_leaves(value):
+    for one in _torch_private.tree_leaves(value):
         if isinstance(one, Tensor):
             followed.trust(one)
 
@@ -101,7 +101,7 @@ def _spelled(graph: Graph, given: Sequence[Any]) -> dict[Node, Any]:
 
 def _namespaces(graph: Graph) -> frozenset[str]:
     """Of the libraries whose operators a graph calls: what these unpack others of the same library do, too."""
-    targets = [n.target for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)]
+    targets = [n.target for n in graph.nodes if isinstance(n.target, _torch_private.OpOverload | _torch_private.OpOverloadPacket)]
     return frozenset(str(t).partition(".")[0] for t in targets) - frozenset(_torch_private.OF_TORCH)
 
 

@@ -24,7 +24,7 @@ from moefuse.passes.prove.copies import Copies, Drawn, inputs
 from moefuse.passes.prove.forced import Forced
 from moefuse.passes.prove.outcome import Outcome, differences, lowest_of, refusal, shared
 from moefuse.passes.prove.runnable import ModuleState, Runnable, translated
-from moefuse.report.report import Skipped
+from moefuse.report.entries import Skipped
 
 if TYPE_CHECKING:
     from moefuse.passes.graph.snapshot import Saved
@@ -122,7 +122,7 @@ def _run(module: GraphModule, placeholders: Sequence[Node], given: Sequence[obje
         torch.manual_seed(0)
         result = module.forward(*values.values())
         random = [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)]
-    outputs = torch.utils._pytree.tree_leaves(result)
+    outputs = _torch_private.tree_leaves(result)
     together = shared([*tensors.values()], outputs)
     with torch.random.fork_rng(devices):
         gradients, failed = _gradients([*outputs, *tensors.values()], copies)

@@ -18,8 +18,7 @@ from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.ops.meaning.encoding import Encoding, Rounding
 from moefuse.ops.meaning.recipe import Recipe
 from tests.cpu.coded_case import ENCODINGS, coded, hold
-from tests.cpu.lora_case import SCALES, Sizes
-from tests.cpu.lora_case import arguments as lora_arguments
+from tests.cpu.lora_case import SCALES, Sizes, arguments as lora_arguments
 from tests.cpu.ops_case import Case
 
 ops = torch.ops.moefuse

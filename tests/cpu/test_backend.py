@@ -26,7 +26,7 @@ from moefuse import _torch_private
 from moefuse.inductor_pass import CacheStamp
 from moefuse.pipeline import publish
 from moefuse.report import history
-from moefuse.report.report import Fused, Skipped
+from moefuse.report.entries import Fused, Skipped
 from moefuse.spec import ExpertsSpec
 from tests.conftest import StubDriver
 from tests.programs.refused import plain

@@ -31,12 +31,12 @@ def _disordered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every graph that has both the router and a loop is as torch 2.11 leaves it for a hook on rows."""
     original = rewrite.rewrite_and_keep
 
-    def rewrite(gm: fx.GraphModule, *args: Any) -> Any:
+    def disorder(gm: fx.GraphModule, *args: Any) -> Any:
         if any(n.name.startswith("where") for n in gm.graph.nodes):
             _early(gm)
         return original(gm, *args)
 
-    monkeypatch.setattr(rewrite, "rewrite_and_keep", rewrite)
+    monkeypatch.setattr(rewrite, "rewrite_and_keep", disorder)
 
 
 class Hooked(MoE):

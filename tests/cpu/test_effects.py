@@ -12,8 +12,7 @@ from tests.programs.effects.faults import FAULTS, shows
 from tests.programs.effects.layers import Spelling
 from tests.programs.effects.program import Effect
 from tests.programs.effects.run import fails
-from tests.programs.effects.views import NAMES as NAMESPACE
-from tests.programs.effects.views import chain, shares, views
+from tests.programs.effects.views import NAMES as NAMESPACE, chain, shares, views
 from tests.programs.effects.writes import writes
 from tests.strategies import THOROUGH
 

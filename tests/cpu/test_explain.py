@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import moefuse
-from moefuse.report.report import Fused
+from moefuse.report.entries import Fused
 from moefuse.spec import ExpertsSpec
 from tests.conftest import StubDriver
 

@@ -23,15 +23,18 @@ from tests.cpu.beside_eager import H, MoE
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 EXPLAINING = (
-    "history", "nothing_found", "suspects", "module_names", "module_tree", "opaque", "few_bits", "flows", "code_order", "served", "report",
-    "grouping", "steps", "stops", "slow_paths", "cache", "cache_folder", "tuning.sites", "tuning.store", "tuning.entries",
+    "report.entries", "report.report", "report.grouping", "report.history", "report.compilations", "report.reused_code",
+    "evidence.suspects", "evidence.opaque", "evidence.few_bits", "evidence.flows", "evidence.code_order",
+    "diagnosis.missed_layers", "diagnosis.inside_experts", "program.module_tree", "program.steps", "program.breaks",
+    "passes.graph.module_names", "machine.slow_paths", "machine.cache_folder", "cache",
+    "tuning.sites", "tuning.store", "tuning.entries",
     "passes.match.refusals", "passes.match.unexplained", "passes.match.unrecognised", "passes.lower.record", "passes.lower.cost_gate",
     "passes.match.unhit_experts", "passes.match.wide_products",
 )  # fmt: skip
 
 ESSENTIAL = {
     "passes.match.unhit_experts": ("without_tokens", "_where_hit"),
-    "few_bits": ("few_bits",),
+    "evidence.few_bits": ("few_bits",),
 }
 """What stands in these modules and decides what a rewrite computes: an error there is moefuse's, and the graph stays as it was."""
 
@@ -183,7 +186,7 @@ def test_it_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
     from moefuse.diagnosis import missed_layers
 
     def raises(*_: Any) -> Any:
-        raise InjectedError("nothing_found.watch raises")
+        raise InjectedError("missed_layers.watch raises")
 
     monkeypatch.setattr(missed_layers, "watch", raises)
     run(Fused)
@@ -195,12 +198,14 @@ def test_it_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
     assert len(report.fused) == 1
 
 
-@pytest.mark.parametrize("broken", ["history.record", "report.FusionReport.__str__", "publish._log_line", "nothing_found.watch"])
+@pytest.mark.parametrize(
+    "broken", ["report.history.record", "report.report.FusionReport.__str__", "pipeline.publish._log_line", "diagnosis.missed_layers.watch"]
+)
 def test_strict_keeps_its_meaning(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner: Any = moefuse
-    *path, name = broken.split(".")
+    room, module, *path, name = broken.split(".")
+    owner: Any = importlib.import_module(f"moefuse.{room}.{module}")
     for part in path:
-        owner = getattr(owner, part) if hasattr(owner, part) else importlib.import_module(f"moefuse.{part}")
+        owner = getattr(owner, part)
 
     def raises(*_: Any, **__: Any) -> Any:
         raise InjectedError("it raises")

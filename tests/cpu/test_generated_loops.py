@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, event, given, reject, settings
-from hypothesis import strategies as st
+from hypothesis import assume, event, given, reject, settings, strategies as st
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.torch_version import TorchVersion
 

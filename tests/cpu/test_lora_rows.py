@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import moefuse
 from moefuse.config import Options
 from moefuse.passes.driver import fuse
-from moefuse.report.report import Fused
+from moefuse.report.entries import Fused
 
 E, K, H, INNER = 4, 2, 32, 24
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops.coded import CodedCall
 from moefuse.ops.meaning.activations import ACTIVATIONS
 from moefuse.ops.meaning.call import ExpertsCall
+from moefuse.ops.meaning.coded_calls import CodedCall
 from moefuse.ops.meaning.encoding import EXPONENTS, Encoding, Rounding, dequantise, parse
 from moefuse.ops.meaning.grad_calls import GradCall, Needs
 from moefuse.ops.meaning.reference import split_gate

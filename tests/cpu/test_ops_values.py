@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from moefuse.runtime import cpu, gemm, native
 from tests.cpu.ops_case import Case, assert_as_exact, every_body, leaves, oracle_grads, reference, run, tensors, to

@@ -17,7 +17,8 @@ from moefuse import last_report
 from moefuse.capture import entry
 from moefuse.config import Options
 from moefuse.pipeline import rewrite
-from moefuse.report.report import FusionReport, Skipped
+from moefuse.report.entries import Skipped
+from moefuse.report.report import FusionReport
 from tests.cpu.test_verify import Light
 from tests.programs import packed
 from tests.programs.packed import (

@@ -21,7 +21,8 @@ pytest.importorskip("transformers")
 import transformers
 
 import moefuse
-from moefuse.report.report import Fused, FusionReport
+from moefuse.report.entries import Fused
+from moefuse.report.report import FusionReport
 from tests.cpu.capture_case import Seen, capturing
 from tests.strategies import THOROUGH
 from tests.zoo import tiny

@@ -21,7 +21,7 @@ import transformers
 
 import moefuse
 from moefuse.passes import driver
-from moefuse.report.report import Fused, Skipped
+from moefuse.report.entries import Fused, Skipped
 from tests.strategies import THOROUGH
 from tests.zoo import tiny
 from tests.zoo.budget import assert_gradients_within_budget, assert_within_budget, cast, output_and_gradients

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moefuse.config import Options
 from moefuse.passes import driver
 from moefuse.passes.prove import verify
-from moefuse.report.report import Fused, Skipped
+from moefuse.report.entries import Fused, Skipped
 
 E, K, H, INNER = 4, 2, 8, 6
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import moefuse
-from tests.cpu.test_relations import E, H, K, T
-from tests.cpu.test_relations import Layer as Written
+from tests.cpu.test_relations import E, H, K, Layer as Written, T
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from moefuse.kernels.triton.config import fit, specialised_tiles
-from moefuse.kernels.triton.host import plan as plans
-from moefuse.kernels.triton.host import plan_specialised, specialised
+from moefuse.kernels.triton.host import plan as plans, plan_specialised, specialised
 from moefuse.ops import ACTIVATIONS
 from moefuse.tuning.problem import Config
 from tests.cpu.ops_case import GATED, Case

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops.coded import CodedCall
 from moefuse.ops.meaning.call import Body
+from moefuse.ops.meaning.coded_calls import CodedCall
 from moefuse.ops.meaning.coded_weights import Codes
 from moefuse.ops.meaning.token_codes import as_rounded
 from tests.cpu.coded_case import Held, coded, hold

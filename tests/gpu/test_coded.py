@@ -32,8 +32,7 @@ def run(args: list[Any], options: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_weights_have_the_bits_of_the_definition(name: str, separate: bool, dtype: torch.dtype) -> None:
     """Rows of a unit matrix give the weights themselves: also with steps in bfloat16, which the interpreter does not round."""
-    from moefuse.kernels.triton.host import coded as host
-    from moefuse.kernels.triton.host import sorted_rows
+    from moefuse.kernels.triton.host import coded as host, sorted_rows
     from moefuse.kernels.triton.host.sorted_rows import Sorted
 
     held = hold(ENCODINGS[name], 3, 96, 128, torch.Generator().manual_seed(0))

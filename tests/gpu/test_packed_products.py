@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.coded import CodedCall
+from moefuse.ops.meaning.coded_calls import CodedCall
 from moefuse.ops.meaning.encoding import Encoding, Rounding
 from tests.cpu.coded_case import coded
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefuse.ops.coded import CodedCall
+from moefuse.ops.meaning.coded_calls import CodedCall
 from moefuse.ops.meaning.encoding import EXPONENTS, Encoding, Rounding
 from moefuse.ops.meaning.token_codes import quantise
 from tests.cpu.coded_case import coded

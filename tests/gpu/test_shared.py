@@ -12,10 +12,7 @@ from torch import Tensor, nn
 
 from moefuse.ops.meaning.call import Body
 from moefuse.runtime import overlap
-from tests.cpu.test_shared import Block, before, first, gated
-from tests.cpu.test_shared import E as EXPERTS
-from tests.cpu.test_shared import H as WIDTH
-from tests.cpu.test_shared import K as CHOSEN
+from tests.cpu.test_shared import Block, E as EXPERTS, H as WIDTH, K as CHOSEN, before, first, gated
 
 pytestmark = pytest.mark.gpu
 

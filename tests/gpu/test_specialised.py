@@ -41,8 +41,8 @@ def test_random_calls(seed: int, what: str) -> None:
 
 def test_a_table_chooses_them_and_a_switch_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the switch the same layer runs by the kernels of Triton, and both are right."""
-    from moefuse.kernels.triton.hopper.available import SWITCH
     from moefuse.kernels.triton.host import plan as plans
+    from moefuse.kernels.triton.host.available import SWITCH
 
     case = Case(**LARGE, bias=False, low_id=0, high_id=8)
     args = on_gpu(case.args())

@@ -7,8 +7,7 @@ import warnings
 
 import pytest
 import torch._inductor
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import moefuse
 from moefuse import OptionError, Options

@@ -11,7 +11,8 @@ import torch
 
 from moefuse import FusionError, Options
 from moefuse.pipeline import publish, rewrite
-from moefuse.report.report import FusionReport, Skipped
+from moefuse.report.entries import Skipped
+from moefuse.report.report import FusionReport
 from tests.conftest import StubDriver
 
 

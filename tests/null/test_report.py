@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from moefuse.report.entries import Fused, Skipped
 from moefuse.report.grouping import module_names
-from moefuse.report.report import Fused, FusionReport, Skipped
+from moefuse.report.report import FusionReport
 from moefuse.spec import ExpertsSpec
 
 GOLDEN = Path(__file__).parent.parent / "golden"

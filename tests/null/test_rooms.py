@@ -1,24 +1,17 @@
-"""The folders are the pipeline: no import circles, no import against its order, and none hidden in a function without its reason."""
+"""Rooms stand on floors: no import circles, no import of a higher floor, and none hidden in a function without its reason."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
-from pathlib import Path
+from tests.house import FLOORS, MODULES, PACKAGE, arrows, arrows_up, circles, imports, room, rooms_of
 
-import moefuse
-
-ROOT = Path(moefuse.__file__).parent
-PIPELINE = ("graph", "ir", "infer", "encodings", "rules", "match", "lower", "prove", "block")
-"""The rooms of passes/, from what reads the graph to what is done to the block around the experts."""
-FLOORS = ("routing", "rows", "sums", "refused")
-"""The rooms of passes/rules/."""
+TOP = 12
+"""Files at the top of the package, each named by what a reader looks for."""
 
 UP = {
-    "passes.rules.rows.index": "sorted rows are cut into experts' segments, which sums/ puts together again",
-    "passes.rules.rows.contraction": "a product over the slots of a token sums them",
+    "passes.rules.rows.index -> passes.rules.sums.segments": "sorted rows are cut into experts' segments, which sums/ puts together again",
+    "passes.rules.rows.contraction -> passes.rules.sums.reduce": "a product over the slots of a token sums them",
 }
-"""Rules that need a higher floor of rules/, and why."""
+"""Imports of what is on a higher floor, and why."""
 
 LATE = {
     "__init__": "the entry for Inductor's passes is loaded by who asks for it",
@@ -33,13 +26,13 @@ LATE = {
     "integrations.transformers_ep": "a model that is loaded with it alone needs torch.distributed's tensors",
     "parallel.load": "a model of transformers alone needs transformers' mapping",
     "passes.lower.workspace_size": "Triton is not there on every machine",
-    "pipeline": "a broken install of the passes must not break a program",
-    "settled": "a broken install of the passes must not break a program",
-    "report": "a page alone needs what draws it",
+    "pipeline.rewrite": "a broken install of the passes must not break a program",
+    "pipeline.settled": "a broken install of the passes must not break a program",
+    "report.report": "a page alone needs what draws it",
     "runtime.transports.symm": "Triton is not there on every machine",
-    "tuning.warmup": "Triton is not there on every machine",
+    "tuning.measure.warmup": "Triton is not there on every machine",
     "kernels.triton.tune.worker": "the process says that it is there before it loads Triton",
-    "few_bits": "a layer that was not found alone asks the passes",
+    "evidence.few_bits": "a layer that was not found alone asks the passes",
     "kernels.triton.host.alone": "a Triton may be without Gluon",
     "kernels.triton.host.packed_specialised": "a Triton may be without Gluon",
     "kernels.triton.host.rounded_specialised": "a Triton may be without Gluon",
@@ -50,62 +43,46 @@ LATE = {
 """Modules that import others of moefuse in a function, and why."""
 
 
-def _modules() -> dict[str, Path]:
-    found = {}
-    for path in sorted(ROOT.rglob("*.py")) + sorted((ROOT / "passes").rglob("*.py")) + sorted((ROOT / "kernels").rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        found[name.removesuffix(".__init__")] = path
-    return found
+GRAPH = arrows()
 
 
-MODULES = _modules()
-
-
-def _imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """(module of moefuse, whether in a function) for each import that runs."""
-
-    def visit(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-                continue
-            if isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "moefuse":
-                where = (child.module or "").removeprefix("moefuse").removeprefix(".")
-                for alias in child.names:
-                    whole = f"{where}.{alias.name}".removeprefix(".")
-                    yield whole if whole in MODULES else where or "__init__", inside
-            yield from visit(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
-
-    yield from visit(ast.parse(path.read_text()), False)
+def test_every_room_has_a_floor() -> None:
+    assert len(GRAPH) > 450, "the links to passes/ and kernels/ are not followed"
+    rooms = {room(name) for name in GRAPH}
+    assert rooms == set(FLOORS), f"without a floor: {sorted(rooms - set(FLOORS))}; not there any more: {sorted(set(FLOORS) - rooms)}"
 
 
 def test_there_are_no_import_circles() -> None:
-    arrows = {name: {target for target, _ in _imports(path)} & set(MODULES) for name, path in MODULES.items() if name != "__init__"}
-    assert len(arrows) > 150, "the links to passes/ and kernels/ are not followed"
-    left = dict(arrows)
-    while leaves := [name for name, targets in left.items() if not targets & set(left)]:
-        for name in leaves:
-            del left[name]
-    # What only leads to a circle goes, too.
-    while roots := [name for name in left if not any(name in targets for targets in left.values())]:
-        for name in roots:
-            del left[name]
-    assert not left, f"import circles among {sorted(left)}"
+    """Imports in functions and for types count, too."""
+    assert not circles(GRAPH), f"import circles among {sorted(circles(GRAPH))}"
 
 
-def test_imports_follow_the_pipeline() -> None:
-    against = []
-    for name, path in MODULES.items():
-        parts = name.split(".")
-        for target, _ in _imports(path):
-            to = target.split(".")
-            if parts[0] != "passes" or to[0] != "passes" or len(parts) < 3 or len(to) < 2 or to[1] not in PIPELINE:
-                continue
-            late = PIPELINE.index(to[1]) > PIPELINE.index(parts[1])
-            up = parts[1] == to[1] == "rules" and len(parts) == len(to) == 4 and FLOORS.index(to[2]) > FLOORS.index(parts[2])
-            against += [f"{name} -> {target}"] if late or (up and name not in UP) else []
-    assert not against, "\n".join(against)
+def test_rooms_are_in_no_circle() -> None:
+    """But for those that a known arrow up closes."""
+    straight = {name: {target for target in targets if f"{name} -> {target}" not in UP} for name, targets in GRAPH.items()}
+    assert not circles(rooms_of(straight)), f"circles among the rooms {sorted(circles(rooms_of(straight)))}"
+
+
+def test_imports_follow_the_floors() -> None:
+    found = set(arrows_up(GRAPH))
+    assert found == set(UP), f"up: {sorted(found - set(UP))}; not there any more: {sorted(set(UP) - found)}"
+
+
+def test_few_files_are_at_the_top() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= TOP
 
 
 def test_imports_in_functions_have_a_reason() -> None:
-    hidden = {name for name, path in MODULES.items() for _, inside in _imports(path) if inside}
+    hidden = {name for name, path in MODULES.items() if any(inside for _, inside in imports(path.read_text()))}
     assert hidden == set(LATE), f"without a reason: {sorted(hidden - set(LATE))}; not there any more: {sorted(set(LATE) - hidden)}"
+
+
+def test_a_circle_is_seen() -> None:
+    """What only leads to one, or comes of it, is none."""
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == {"b", "c"}
+
+
+def test_every_import_is_seen() -> None:
+    """Those for types alone and those in functions, of modules and of names in them."""
+    text = "if TYPE_CHECKING:\n    from moefuse.api import compile\ndef f():\n    import moefuse.backend\nfrom moefuse import spec"
+    assert list(imports(text)) == [("api", False), ("backend", True), ("spec", False)]

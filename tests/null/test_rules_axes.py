@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import sympy
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.ir.axes import Atom, Axes, align, atoms, extent, fresh, in_order, permute, reshape

@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from moefuse.ops.meaning.token_codes import CODES, Rounding, as_rounded, next_power, quantise

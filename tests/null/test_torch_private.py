@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextvars
 import datetime
 import inspect
@@ -24,11 +23,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
-import moefuse
 from moefuse import _torch_private
 from moefuse._torch_private import inductor
 from moefuse.capture.dynamo import checkpoints, parametrized, points
 from moefuse.program.runs import Begun
+from tests.house import DOORS, private_in, private_names
 
 POINTS = {
     "torch._inductor": ["list_options", "list_mode_options"],
@@ -228,17 +227,20 @@ def test_timeouts_of_process_groups() -> None:
         dist.destroy_process_group()
 
 
-def test_no_other_module_imports_the_compiler() -> None:
-    """Elsewhere in the package, private compiler modules of torch are not imported, so a new release is checked in one place."""
-    package = Path(moefuse.__file__).parent
-    found = set()
-    for path in (file for folder in (package, package / "passes", package / "kernels") for file in folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            if any(name.startswith(("torch._inductor", "torch._dynamo", "torch._functorch", "torch._guards")) for name in names):
-                found.add(path.relative_to(package).parts[0])
-    assert found == {"_torch_private", "_dynamo"}
+DOCUMENTED = {"torch._check", "torch._dynamo.mark_static"}
+"""Names of torch's own documentation, underscores or not."""
+
+
+def test_private_torch_has_two_doors() -> None:
+    """Elsewhere in the package nothing private is imported or written out, so a new release is checked in one place."""
+    found = {name: rooms - set(DOORS) for name, rooms in private_names().items() if name not in DOCUMENTED}
+    assert {name: rooms for name, rooms in found.items() if rooms} == {}
+
+
+def test_private_names_are_seen() -> None:
+    """Imports, whole and in part, and attributes."""
+    text = "import torch._inductor.config\nfrom torch._guards import x\ndef f():\n    return torch._ops.OpOverload, torch.ops.aten"
+    assert private_in(text) == {"torch._inductor.config", "torch._guards.x", "torch._ops.OpOverload"}
 
 
 def test_what_communicates_is_lowered_in_order() -> None:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from moefuse.kernels.triton.config import choose, rules, specialised_tiles, table
 from moefuse.machine import cache_folder

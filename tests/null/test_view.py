@@ -15,12 +15,13 @@ from torch import nn
 from moefuse.errors import CODES
 from moefuse.program.module_tree import tree_of
 from moefuse.program.steps import Run, fold
-from moefuse.report.report import Fused, FusionReport, Skipped
+from moefuse.report.entries import Fused, Skipped
+from moefuse.report.page import advice, weight_bytes
+from moefuse.report.page_drawing import LONGEST, drawing
+from moefuse.report.page_source import excerpt
+from moefuse.report.page_text import amount
+from moefuse.report.report import FusionReport
 from moefuse.spec import ExpertsSpec
-from moefuse.view.drawing import LONGEST, drawing
-from moefuse.view.page import advice, weight_bytes
-from moefuse.view.source import excerpt
-from moefuse.view.text import amount
 
 ROOT = Path(__file__).parent.parent.parent
 SPEC = ExpertsSpec(8, 2, 64, 48, "bfloat16", "silu")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import moefuse
 from moefuse.config import Options
 from moefuse.diagnosis import trial
-from moefuse.report.report import Fused, Skipped
+from moefuse.report.entries import Fused, Skipped
 from moefuse.spec import ExpertsSpec
 from tests.programs.effects import words
 from tests.programs.model import MoE, build, gold, inputs_for

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.coded import CodedCall, CodedGrads
 from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
+from moefuse.ops.meaning.coded_calls import CodedCall, CodedGrads
 from moefuse.ops.meaning.coded_weights import Codes
 from moefuse.ops.meaning.encoding import EXPONENTS, MADE, Encoding, Packing, Rounding
 from moefuse.ops.meaning.grad_calls import GradCall, Needs
@@ -57,8 +57,7 @@ def test_forward_and_backward(
     name: str, arch: int | str, tokens: int, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles of few and of many rows, the product and that with the transpose."""
-    from moefuse.kernels.triton.host import coded as host
-    from moefuse.kernels.triton.host import layout, token_codes
+    from moefuse.kernels.triton.host import coded as host, layout, token_codes
     from moefuse.kernels.triton.provide import coded
 
     for module in (host, token_codes):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.lora import Term
 from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
+from moefuse.ops.meaning.lora_calls import Term
 from tests.strategies import THOROUGH
 from tests.triton.test_compiled import SHARED, source, spills
 
@@ -184,7 +184,7 @@ RANKS = {"many rows": 16, "in-out": 20, "separate": 128, "odd": 3, "held, many r
 def test_low_rank_terms(name: str, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors in float32 beside 16 bits: B of "in-out" with the expert as the fastest dimension, those of "separate" apart."""
     from moefuse.kernels.triton.provide import lora
-    from moefuse.ops.lora import LoraCall, LoraGradCall
+    from moefuse.ops.meaning.lora_calls import LoraCall, LoraGradCall
 
     call, terms = low_rank_call(name)
     needs = (True, True, *[False] * 6, True, True, False, False, True, True)
@@ -204,7 +204,7 @@ def test_low_rank_terms_of_few_slots(
 ) -> None:
     """Factors in float32 are read where they are: no copies. Weights in float32 are rounded by tiles only."""
     from moefuse.kernels.triton.provide import lora
-    from moefuse.ops.lora import LoraCall
+    from moefuse.ops.meaning.lora_calls import LoraCall
 
     call, terms = low_rank_call(name, tokens=2)
     compile_all(launches, arch, tmp_path, monkeypatch, lambda: lora.experts_lora(LoraCall(call, terms)))

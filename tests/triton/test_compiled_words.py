@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.coded import CodedCall
 from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
+from moefuse.ops.meaning.coded_calls import CodedCall
 from moefuse.ops.meaning.encoding import EXPONENTS, LDEXP, MADE, Encoding, Packing, Rounding
 from tests.triton.test_compiled import SHARED, source, spills
 from tests.triton.test_compiled_coded import HIDDEN, INTER, TOP_K, projection
@@ -17,7 +17,7 @@ from tests.triton.test_compiled_grouped import launches
 
 __all__ = ["launches"]
 
-KNOWN = pytest.importorskip("moefuse.kernels.triton.hopper.available").known()
+KNOWN = pytest.importorskip("moefuse.kernels.triton.host.available").known()
 pytestmark = pytest.mark.skipif(not KNOWN, reason="this Triton has no Gluon that the kernels are written for")
 
 BYTE, WORD = Packing(1, (0, 4)), Packing(1, tuple(range(0, 32, 4)))
@@ -42,9 +42,7 @@ CASES = [
 
 
 def _on_device(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.kernels.triton.host import alone, layout, sorted_rows
-    from moefuse.kernels.triton.host import coded as host
-    from moefuse.kernels.triton.host import words as sizes
+    from moefuse.kernels.triton.host import alone, coded as host, layout, sorted_rows, words as sizes
     from moefuse.kernels.triton.provide import words
 
     device = layout.Device("", 132, SHARED[arch], arch == 90)

@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
 from moefuse.passes.lower.devices import unsupported
-from tests.cpu.lora_case import SCALES
-from tests.cpu.lora_case import arguments as lora_arguments
+from tests.cpu.lora_case import SCALES, arguments as lora_arguments
 from tests.cpu.ops_case import Case
 from tests.cpu.test_ops_grouped import EXPERTS, body_args, draw_ids, ops
 

@@ -16,8 +16,10 @@ import torch
 from moefuse.ops.meaning.activations import ACTIVATIONS
 from tests.strategies import THOROUGH
 from tests.triton.test_compiled import SHARED, make_plan, problems, source
-from tests.triton.test_compiled_grouped import SIZES
-from tests.triton.test_compiled_grouped import launches as launches  # a fixture
+from tests.triton.test_compiled_grouped import (
+    SIZES,
+    launches as launches,  # a fixture
+)
 
 FORMS = [("pingpong", 128), ("pingpong", 64), ("shared", 128)]
 WARPS = 12
@@ -27,7 +29,7 @@ WARPS = 12
 @pytest.fixture(autouse=True)
 def needs_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without these kernels there is nothing to see, whatever the environment says."""
-    from moefuse.kernels.triton.hopper.available import SWITCH, known
+    from moefuse.kernels.triton.host.available import SWITCH, known
 
     if not known():
         pytest.skip("this Triton has no Gluon that the kernels are written for")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.coded import CodedCall
 from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
+from moefuse.ops.meaning.coded_calls import CodedCall
 from tests.triton.test_compiled import SHARED, source, spills
 from tests.triton.test_compiled_coded import HIDDEN, INTER, projection
 from tests.triton.test_compiled_grouped import launches
@@ -17,7 +17,7 @@ from tests.triton.test_compiled_words import ENCODINGS
 
 __all__ = ["launches"]
 
-KNOWN = pytest.importorskip("moefuse.kernels.triton.hopper.available").known()
+KNOWN = pytest.importorskip("moefuse.kernels.triton.host.available").known()
 pytestmark = pytest.mark.skipif(not KNOWN, reason="this Triton has no Gluon that the kernels are written for")
 
 CASES = [name for name, (encoding, _) in ENCODINGS.items() if encoding.activation is None]
@@ -31,9 +31,7 @@ def test_layer(name: str, rows: int, launches: list[Any], tmp_path: Path, monkey
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from moefuse.kernels.triton.host import coded as host
-    from moefuse.kernels.triton.host import layout, packed_specialised, sorted_rows
-    from moefuse.kernels.triton.host import words as sizes
+    from moefuse.kernels.triton.host import coded as host, layout, packed_specialised, sorted_rows, words as sizes
     from moefuse.kernels.triton.provide import packed
 
     device = layout.Device("", 132, SHARED[90], True)

@@ -16,7 +16,7 @@ from tests.triton.test_compiled_grouped import launches
 
 __all__ = ["launches"]
 
-KNOWN = pytest.importorskip("moefuse.kernels.triton.hopper.available").known()
+KNOWN = pytest.importorskip("moefuse.kernels.triton.host.available").known()
 pytestmark = pytest.mark.skipif(not KNOWN, reason="this Triton has no Gluon that the kernels are written for")
 
 EXPERTS, HIDDEN, INTER, SLOTS = 8, 2048, 768, 4096

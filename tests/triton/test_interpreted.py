@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.cpu.ops_case import Case, every_body, reference, tensors, to
 
@@ -241,8 +240,7 @@ def test_unused_experts_and_invalid_weights_are_not_read(form: str) -> None:
 @pytest.mark.parametrize("tokens", [7, 300])
 def test_the_order_is_a_stable_sort(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """One kernel for few slots and three for many give the same arrays as torch's stable sort."""
-    from moefuse.kernels.triton.host import plan as plans
-    from moefuse.kernels.triton.host import plan_tiles as builder
+    from moefuse.kernels.triton.host import plan as plans, plan_tiles as builder
     from moefuse.runtime.routing import sort_slots
 
     case = SMALL.with_(tokens=tokens, experts=5, low_id=-2, high_id=7)

@@ -27,8 +27,7 @@ BLOCKS = ENCODINGS["fp8 blocks"]
 @pytest.fixture
 def known(world: World) -> Iterator[World]:
     """The Triton providers as on CUDA, for CPU tensors."""
-    from moefuse.kernels.triton.provide import coded as experts
-    from moefuse.kernels.triton.provide import grouped_coded
+    from moefuse.kernels.triton.provide import coded as experts, grouped_coded
 
     modules = {"experts_coded": experts, "grouped_linear_coded": grouped_coded}
     before = {name: list(providers.PROVIDERS[name]) for name in modules}

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from moefuse.ops.meaning.coded_weights import Codes
 from moefuse.ops.meaning.encoding import Encoding, Packing, Rounding
-from tests.cpu.coded_case import ENCODINGS as EVERY
-from tests.cpu.coded_case import Held, coded, hold
+from tests.cpu.coded_case import ENCODINGS as EVERY, Held, coded, hold
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to
 from tests.triton.interpreted_case import interpreted
 
@@ -29,8 +28,7 @@ SMALL = Case(tokens=9, hidden=32, inter=48, hidden_out=40, experts=5, top_k=2, d
 
 def product(held: Held, x: Tensor, rows: int, columns: int, back: bool, separate: bool) -> Tensor:
     """Rows of x [E * rows, .] times each expert's weights, or their transposes."""
-    from moefuse.kernels.triton.host import coded as host
-    from moefuse.kernels.triton.host import sorted_rows
+    from moefuse.kernels.triton.host import coded as host, sorted_rows
     from moefuse.kernels.triton.host.sorted_rows import Sorted
 
     experts = held.storage.shape[0]
@@ -189,7 +187,7 @@ def test_zeros_behind_the_scales_are_not_taken() -> None:
 
 def test_what_is_not_taken() -> None:
     """float64, which tensor cores do not have for these, is left to the portable code, with the reason."""
-    from moefuse.ops.coded import CodedCall
+    from moefuse.ops.meaning.coded_calls import CodedCall
 
     args, _, options = coded(SMALL.with_(dtype=torch.float64, inter=32), ENCODINGS["fp8 blocks"], None, ENCODINGS["fp8 blocks"])
     assert provide().supports(CodedCall.of(*args, **options)) == "no kernel for torch.float64"
@@ -197,7 +195,7 @@ def test_what_is_not_taken() -> None:
 
 def test_small_groups_of_activations_are_not_taken() -> None:
     """Tensor cores take more inputs at once than share a scale."""
-    from moefuse.ops.coded import CodedCall
+    from moefuse.ops.meaning.coded_calls import CodedCall
 
     encoding = replace(ENCODINGS["fp8 blocks"], activation=Rounding("e4m3", 8))
     args, _, options = coded(SMALL.with_(inter=32), encoding, None, encoding)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.cpu.ops_case import Case
-from tests.triton.test_interpreted import call as own_call
-from tests.triton.test_interpreted import tiles
+from tests.triton.test_interpreted import call as own_call, tiles
 
 pytestmark = [
     pytest.mark.sampled(4),
@@ -44,8 +43,7 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_equals_our_own_kernels(form: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in tokens without a valid id, and in what the library leaves unwritten, changes nothing."""
     from moefuse.kernels.triton.host import plan
-    from moefuse.kernels.triton.provide import experts as provider
-    from moefuse.kernels.triton.provide import library as grouped_mm
+    from moefuse.kernels.triton.provide import experts as provider, library as grouped_mm
 
     case = SMALL.with_(**changes)
     args = case.args()

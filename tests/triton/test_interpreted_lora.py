@@ -128,7 +128,7 @@ def test_through_descriptors(flags: dict[str, Any], monkeypatch: pytest.MonkeyPa
 
 def test_saved_for_backward() -> None:
     """u is rows times s * A, of all terms side by side, zeros for slots of nobody."""
-    from moefuse.ops.lora import LoraCall
+    from moefuse.ops.meaning.lora_calls import LoraCall
 
     args = [a.detach() if isinstance(a, Tensor) else [t.detach() for t in a] for a in arguments("merged", torch.float64, torch.float64)]
     packed = LoraCall.of(*args, scales=SCALES).pack()
@@ -145,7 +145,7 @@ def test_saved_for_backward() -> None:
 def test_hidden_activations_once_more(gating: str, on_input: bool) -> None:
     """What a layer that keeps none computes in backward, from u as it was kept: the same bits, rows that are nobody's zero."""
     from moefuse.kernels.triton.provide import lora
-    from moefuse.ops.lora import LoraCall
+    from moefuse.ops.meaning.lora_calls import LoraCall
 
     args = moved(arguments(gating, torch.float32, torch.float32))
     call = LoraCall.of(*args, scales=SCALES, gating=gating, weight_on_input=on_input)

@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from moefuse.kernels.triton.device.functions import expert_order
 

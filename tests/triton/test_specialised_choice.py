@@ -81,7 +81,7 @@ def test_rules_without_a_measurement() -> None:
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.kernels.triton.hopper import available
+    from moefuse.kernels.triton.host import available
     from moefuse.kernels.triton.host.layout import Device
 
     monkeypatch.setattr(available, "INTERPRETED", False)

@@ -306,8 +306,7 @@ def test_warmup_with_a_model(tools: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_products_by_the_library(tools: Any, monkeypatch: pytest.MonkeyPatch, quick: str | None) -> None:
     """Its forms are measured beside our own kernels; the quickest is what the next call takes."""
     import moefuse
-    from moefuse.kernels.triton.provide import experts as provider
-    from moefuse.kernels.triton.provide import library as grouped_mm
+    from moefuse.kernels.triton.provide import experts as provider, library as grouped_mm
     from moefuse.kernels.triton.tune import candidates
     from moefuse.kernels.triton.tune.call import Kind, make
     from moefuse.tuning.measure import warmup

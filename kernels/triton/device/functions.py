@@ -1,6 +1,6 @@
 """Device functions that the kernels share: activations, the gated epilogue, expert pointers, tile order.
 
-Everything here runs in the accumulation dtype; rounding to the storage dtype is written out where ``moefuse/ops/meaning/reference.py`` has it.
+Everything here runs in the accumulation dtype; rounding to the storage dtype is written out where ``ops/meaning/reference.py`` has it.
 """
 
 import triton
@@ -137,7 +137,7 @@ def pointwise(h, ACT: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, arg0, arg1, ACT: tl.constexpr, FAST: tl.constexpr):
-    """act(gate, up) of ``moefuse/ops/meaning/activations.py``."""
+    """act(gate, up) of ``ops/meaning/activations.py``."""
     if ACT == "swiglu_oai":
         g = at_most(gate, arg1)
         u = at_least(at_most(up, arg1), -arg1)

@@ -1,6 +1,6 @@
 """Products of which both sides are in eight bits: ``round_rows`` makes codes of tokens, ``rounded_tiles`` multiplies them with the storage.
 
-What a code is says ``moefuse/ops/meaning/token_codes.py``, bit by bit. Sums of codes are exact products in float32; where scales belong to groups
+What a code is says ``ops/meaning/token_codes.py``, bit by bit. Sums of codes are exact products in float32; where scales belong to groups
 of inputs each group is summed for itself, and multiplied with its scales before it is added.
 """
 

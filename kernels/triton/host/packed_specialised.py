@@ -9,9 +9,9 @@ from torch import Tensor
 
 from moefuse.kernels.triton.device import rows as moving
 from moefuse.kernels.triton.device.structs import Experts, Rows
-from moefuse.kernels.triton.hopper.available import available
 from moefuse.kernels.triton.hopper.forms import PIECE, PackedCut, rows_layout
 from moefuse.kernels.triton.host import coded, specialised, words
+from moefuse.kernels.triton.host.available import available
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.coded_specialised import Biases, arguments, form_of
 from moefuse.kernels.triton.host.layout import device_of

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from moefuse.kernels.triton.hopper.available import available
 from moefuse.kernels.triton.hopper.forms import Cut, Form, cut_of
+from moefuse.kernels.triton.host.available import available
+from moefuse.kernels.triton.host.planned import Planned
 from moefuse.kernels.triton.host.specialised import DTYPES, reaches_over, rows_in, rows_out, weights
 from moefuse.tuning.problem import Tiles
 
-if TYPE_CHECKING:
-    from moefuse.kernels.triton.host.plan import Plan
 
-
-def refusal(plan: Plan) -> str | None:
+def refusal(plan: Planned) -> str | None:
     """Why they cannot make the products of a plan; None if they can."""
     if not available(plan.device):
         return "kernels with specialised warps need Hopper and a Triton that they are written for"
@@ -32,7 +30,7 @@ def refusal(plan: Plan) -> str | None:
     return None
 
 
-def build_up(plan: Plan, up: Tiles, max_tiles: int) -> None:
+def build_up(plan: Planned, up: Tiles, max_tiles: int) -> None:
     """The first projection with its activation, from rows in sorted order."""
     body, i, h = plan.body, plan.inter, plan.hidden
     gating = plan.gating
@@ -64,7 +62,7 @@ def build_up(plan: Plan, up: Tiles, max_tiles: int) -> None:
     )  # fmt: skip
 
 
-def build_down(plan: Plan, down: Tiles, max_tiles: int) -> None:
+def build_down(plan: Planned, down: Tiles, max_tiles: int) -> None:
     """The second projection; rows stay in sorted order."""
     i, n = plan.inter, plan.out
     form = plan.w_out.form(plan.dtype.itemsize)
@@ -90,7 +88,7 @@ def build_down(plan: Plan, down: Tiles, max_tiles: int) -> None:
     )  # fmt: skip
 
 
-def _launch(plan: Plan, cut: Cut, arrays: dict[str, Any], max_tiles: int, *, blocks: int, **numbers: Any) -> None:
+def _launch(plan: Planned, cut: Cut, arrays: dict[str, Any], max_tiles: int, *, blocks: int, **numbers: Any) -> None:
     from moefuse.kernels.triton.hopper.products import product_tiles
 
     lists = {"tiles": "tiles", "num_tiles": "num_tiles"}

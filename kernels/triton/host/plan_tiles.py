@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,28 +11,26 @@ from moefuse.kernels.triton.device.structs import Form, Tiling
 from moefuse.kernels.triton.host import plan_specialised
 from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, TILE_FIELDS, UNROLLED, precision_of, rows_descriptor
 from moefuse.kernels.triton.host.operands import is_apart
+from moefuse.kernels.triton.host.planned import Planned
 from moefuse.kernels.triton.launch.launch import Described
 from moefuse.tuning.problem import Tiles, power_of_two
 
 APART_ROWS = 128
 """Rows of a tile from which on descriptors show experts that are apart."""
 
-if TYPE_CHECKING:
-    from moefuse.kernels.triton.host.plan import Plan
 
-
-def up_desc(plan: Plan) -> str:
+def up_desc(plan: Planned) -> str:
     """The form of the descriptors of ``up_tiles``."""
     a, b = (w.form(plan.dtype.itemsize) for w in (plan.w_in, plan.w_up))
     return _possible(plan, plan.config.up, a, plan.hidden) if a == b else ""
 
 
-def down_desc(plan: Plan) -> str:
+def down_desc(plan: Planned) -> str:
     """The form of the descriptor of ``down_tiles``."""
     return _possible(plan, plan.config.down, plan.w_out.form(plan.dtype.itemsize), plan.inter)
 
 
-def _possible(plan: Plan, part: Tiles, form: str, inputs: int) -> str:
+def _possible(plan: Planned, part: Tiles, form: str, inputs: int) -> str:
     """An in-out tile must not reach into the next expert's inputs. Experts that are apart cost the host more with descriptors than without
     (``dispatcher.py`` launches only without), which few rows do not repay."""
     if not part.desc or not inputs or (is_apart(form) and plan.config.bm < APART_ROWS):
@@ -41,13 +38,13 @@ def _possible(plan: Plan, part: Tiles, form: str, inputs: int) -> str:
     return "" if form == "in-out" and inputs % part.bk else form
 
 
-def joined(plan: Plan, form: str) -> bool:
+def joined(plan: Planned, form: str) -> bool:
     """Whether ``up_tiles`` takes gate and up as one block: both halves of every expert in one tensor, which is not an expanded view."""
     e, n, _ = plan.w_in.strides
     return plan.config.up.join and form == "out-in" and plan.body.gating == "merged" and not plan.config.up.swap and e >= 2 * plan.inter * n
 
 
-def build_routing(plan: Plan, bm: int, max_tiles: int, inverse: bool) -> None:
+def build_routing(plan: Planned, bm: int, max_tiles: int, inverse: bool) -> None:
     ws, s, e = plan.workspace, plan.slots, plan.experts
     bins = max(power_of_two(e + 1), 32)
     for name, count in (("order", s), ("position", s), ("offsets", e + 1), ("tiles", TILE_FIELDS * max_tiles), ("num_tiles", 3)):
@@ -71,13 +68,13 @@ def build_routing(plan: Plan, bm: int, max_tiles: int, inverse: bool) -> None:
     plan.launch(routing.place_chunks, (chunks,), 4, arrays, **slots, **lists, BS=CHUNK, **sizes)
 
 
-def store(plan: Plan, parts: int, features: int, bn: int) -> int:
+def store(plan: Planned, parts: int, features: int, bn: int) -> int:
     """In how many blocks of columns rows of ``features`` can be stored through a descriptor; 0 if they cannot."""
     item = plan.dtype.itemsize
     return parts if parts and features * item % 16 == 0 and bn // parts * item >= 16 else 0
 
 
-def build_sorted_rows(plan: Plan, inverse: bool) -> None:
+def build_sorted_rows(plan: Planned, inverse: bool) -> None:
     """The tokens in sorted order. ``inverse``: the positions of slots are known, so a token is read once."""
     s, h = plan.slots, plan.hidden
     plan.workspace.add("xs", (s, h), plan.dtype)
@@ -103,11 +100,11 @@ def build_sorted_rows(plan: Plan, inverse: bool) -> None:
     )
 
 
-def grid(plan: Plan, part: Tiles, tiles: int) -> tuple[int]:
+def grid(plan: Planned, part: Tiles, tiles: int) -> tuple[int]:
     return (min(plan.device.sms * part.per_sm, max(tiles, 1)),) if part.persistent else (max(tiles, 1),)
 
 
-def build_tiles(plan: Plan) -> None:
+def build_tiles(plan: Planned) -> None:
     up, down, bm, s = plan.config.up, plan.config.down, plan.config.bm, plan.slots
     max_tiles = min(s, s // bm + min(plan.experts, s))
     in_order = bool(down.specialised) or store(plan, down.store, plan.out, down.bn) > 0
@@ -128,7 +125,7 @@ def build_tiles(plan: Plan) -> None:
     build_sum(plan, in_order)
 
 
-def tiling(plan: Plan, part: Tiles, n: int, k: int, rows_desc: bool) -> Tiling:
+def tiling(plan: Planned, part: Tiles, n: int, k: int, rows_desc: bool) -> Tiling:
     """How a product of n outputs and k inputs is cut."""
     bm = plan.config.bm
     return Tiling(
@@ -154,7 +151,7 @@ def stored_rows(name: str, features: int, cut: Tiling) -> str | Described:
     return Described(name, *rows_descriptor(features, cut.BM, cut.BN // cut.STORE)) if cut.STORE else name
 
 
-def build_up(plan: Plan, up: Tiles, max_tiles: int, sorted_rows: bool) -> None:
+def build_up(plan: Planned, up: Tiles, max_tiles: int, sorted_rows: bool) -> None:
     body, i, h, experts, item = plan.body, plan.inter, plan.hidden, plan.experts, plan.dtype.itemsize
     form = up_desc(plan)
     join = joined(plan, form)
@@ -202,7 +199,7 @@ def build_up(plan: Plan, up: Tiles, max_tiles: int, sorted_rows: bool) -> None:
     )
 
 
-def build_down(plan: Plan, down: Tiles, max_tiles: int) -> None:
+def build_down(plan: Planned, down: Tiles, max_tiles: int) -> None:
     i, n, item = plan.inter, plan.out, plan.dtype.itemsize
     form = down_desc(plan)
     cut = tiling(plan, down, n, i, down.rows_desc and i > 0 and i * item % 16 == 0)
@@ -226,7 +223,7 @@ def build_down(plan: Plan, down: Tiles, max_tiles: int) -> None:
     )
 
 
-def build_sum(plan: Plan, in_order: bool) -> None:
+def build_sum(plan: Planned, in_order: bool) -> None:
     n, block = plan.out, min(power_of_two(plan.out), 1024)
     plan.launch(
         combine.combine_slots,

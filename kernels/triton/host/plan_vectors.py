@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from moefuse.kernels.triton.device import combine, gemv
 from moefuse.kernels.triton.device.structs import Blocks, Experts, Factor, Form, Rows
+from moefuse.kernels.triton.host.planned import Planned
 from moefuse.tuning.problem import Vectors, power_of_two
-
-if TYPE_CHECKING:
-    from moefuse.kernels.triton.host.plan import Plan
 
 NO_TERM: tuple[Factor, Experts | None] = (Factor(), None)
 
 
-def build_vectors(plan: Plan) -> None:
+def build_vectors(plan: Planned) -> None:
     up, down = plan.config.up, plan.config.down
     rows = {name: name for name in ("x", "ids", "weights", "h")}
     plan.launch(
@@ -39,15 +37,15 @@ def build_vectors(plan: Plan) -> None:
     )
 
 
-def up_grid(plan: Plan, up: Vectors) -> tuple[int, int]:
+def up_grid(plan: Planned, up: Vectors) -> tuple[int, int]:
     return plan.slots, max(-(-plan.inter // up.bn), 1)
 
 
-def down_grid(plan: Plan, down: Vectors) -> tuple[int, int]:
+def down_grid(plan: Planned, down: Vectors) -> tuple[int, int]:
     return plan.tokens, -(-plan.out // down.bn)
 
 
-def up_numbers(plan: Plan, up: Vectors, terms: Sequence[tuple[Factor, Experts | None]] = (NO_TERM, NO_TERM)) -> dict[str, Any]:
+def up_numbers(plan: Planned, up: Vectors, terms: Sequence[tuple[Factor, Experts | None]] = (NO_TERM, NO_TERM)) -> dict[str, Any]:
     """All arguments of ``gemv.up_vectors`` but arrays; ``terms`` of gate and up, with where their factors are."""
     (term_a, at_fa), (term_b, at_fb) = terms
     first_a, first_b = plan.firsts
@@ -73,7 +71,7 @@ def up_numbers(plan: Plan, up: Vectors, terms: Sequence[tuple[Factor, Experts | 
     }
 
 
-def down_numbers(plan: Plan, down: Vectors, term: tuple[Factor, Experts | None] = NO_TERM) -> dict[str, Any]:
+def down_numbers(plan: Planned, down: Vectors, term: tuple[Factor, Experts | None] = NO_TERM) -> dict[str, Any]:
     """The same of ``gemv.down_vectors``."""
     return {
         "top_k": plan.top_k,
@@ -91,11 +89,11 @@ def down_numbers(plan: Plan, down: Vectors, term: tuple[Factor, Experts | None] 
     }
 
 
-def _blocks(plan: Plan, part: Vectors, outputs: int, inputs: int) -> Blocks:
+def _blocks(plan: Planned, part: Vectors, outputs: int, inputs: int) -> Blocks:
     return Blocks(part.bn, part.bk, part.stages, outputs % part.bn == 0, inputs % part.bk == 0, plan.pdl, part.at)
 
 
-def build_parts(plan: Plan, down: Vectors) -> None:
+def build_parts(plan: Planned, down: Vectors) -> None:
     i, n = plan.inter, plan.out
     wide = torch.float64 if plan.dtype == torch.float64 else torch.float32
     plan.workspace.add("parts", (plan.slots, down.parts, n), wide)

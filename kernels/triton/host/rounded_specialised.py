@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from moefuse.kernels.triton.hopper.available import available
 from moefuse.kernels.triton.hopper.forms import Cut, parts_of
 from moefuse.kernels.triton.host import specialised
+from moefuse.kernels.triton.host.available import available
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.coded_specialised import Biases, arguments, bytes_layout, form_of
 from moefuse.kernels.triton.host.layout import device_of

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from moefuse.kernels.triton.config import within
-from moefuse.kernels.triton.device import combine, routing
-from moefuse.kernels.triton.device import rows as moving
+from moefuse.kernels.triton.device import combine, routing, rows as moving
 from moefuse.kernels.triton.device.structs import Rows
 from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, TILE_FIELDS, UNROLLED, Device, device_of
 from moefuse.kernels.triton.launch.calls import launch

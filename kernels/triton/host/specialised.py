@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moefuse.kernels.triton.config import SPECIALISED_ROWS, specialised_down, tile_bytes
 from moefuse.kernels.triton.device.structs import Experts
-from moefuse.kernels.triton.hopper.available import available
 from moefuse.kernels.triton.hopper.forms import Cut, Form, cut_of, parts_of, rows_layout
+from moefuse.kernels.triton.host.available import available
 from moefuse.kernels.triton.host.layout import Device, device_of, rows_descriptor
 from moefuse.kernels.triton.host.operands import Operand, is_apart, steps_table
 from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows, whole

@@ -22,8 +22,8 @@ from moefuse.kernels.triton.host.token_codes import Rounded
 from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.provide import library, packed, rounded, unpacked, words
 from moefuse.kernels.triton.provide.products import Own
-from moefuse.ops.coded import CodedCall, CodedGrads
 from moefuse.ops.meaning.call import Stack
+from moefuse.ops.meaning.coded_calls import CodedCall, CodedGrads
 from moefuse.ops.meaning.coded_weights import Codes
 from moefuse.ops.meaning.encoding import Encoding
 

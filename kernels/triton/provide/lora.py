@@ -18,7 +18,7 @@ from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.provide import lora_vectors
 from moefuse.kernels.triton.provide.grouped import supports
 from moefuse.kernels.triton.provide.products import Own
-from moefuse.ops.lora import LoraCall, LoraGradCall, Term
+from moefuse.ops.meaning.lora_calls import LoraCall, LoraGradCall, Term
 from moefuse.ops.meaning.reference import accumulation_dtype
 from moefuse.runtime.lora import columns
 

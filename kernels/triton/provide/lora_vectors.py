@@ -20,7 +20,7 @@ from moefuse.kernels.triton.host.layout import device_of, in_triton
 from moefuse.kernels.triton.host.linear import Weight, weight
 from moefuse.kernels.triton.host.plan import Plan
 from moefuse.kernels.triton.launch.calls import launch
-from moefuse.ops.lora import LoraCall, Term
+from moefuse.ops.meaning.lora_calls import LoraCall, Term
 from moefuse.ops.meaning.reference import accumulation_dtype
 from moefuse.runtime.lora import columns
 from moefuse.tuning.problem import Config, power_of_two, problem_of

@@ -14,7 +14,7 @@ from moefuse.kernels.triton.host import coded, linear, packed_specialised, sorte
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.sorted_rows import Sorted
 from moefuse.kernels.triton.provide import projections
-from moefuse.ops.coded import CodedCall
+from moefuse.ops.meaning.coded_calls import CodedCall
 
 LEAST_ROWS, E2M1_ROWS = 4, 7
 """Mean rows of an expert from which on they are taken; of e2m1, which takes more instructions than others. Tests set the first."""

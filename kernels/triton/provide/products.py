@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moefuse.kernels.triton import config
-from moefuse.kernels.triton.hopper.available import available
 from moefuse.kernels.triton.host import linear, sorted_rows, specialised, wgrad
+from moefuse.kernels.triton.host.available import available
 from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from moefuse.kernels.triton.host import coded, linear
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.linear import Weight
-from moefuse.ops.coded import CodedCall
+from moefuse.ops.meaning.coded_calls import CodedCall
 
 
 class Projections(NamedTuple):

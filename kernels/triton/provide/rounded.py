@@ -8,7 +8,7 @@ from torch import Tensor
 from moefuse.kernels.triton.host import rounded_specialised, sorted_rows, token_codes
 from moefuse.kernels.triton.host.rounded_specialised import ROWS
 from moefuse.kernels.triton.provide import projections
-from moefuse.ops.coded import CodedCall
+from moefuse.ops.meaning.coded_calls import CodedCall
 
 
 def experts(call: CodedCall) -> Tensor | None:

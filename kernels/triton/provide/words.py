@@ -7,15 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.hopper.available import known
 from moefuse.kernels.triton.host import alone, coded, sorted_rows, token_codes, words
+from moefuse.kernels.triton.host.available import known
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.host.words import Part
 from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.kernels.triton.provide import projections
 from moefuse.kernels.triton.provide.projections import Projections
-from moefuse.ops.coded import CodedCall
+from moefuse.ops.meaning.coded_calls import CodedCall
 from moefuse.tuning.problem import power_of_two
 
 LONE = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moefuse.capture.dynamo import values
+from moefuse.passes.graph import symbols
 
 
 def restart(speculation_log: Any, reason: str) -> Exception:
@@ -56,7 +56,7 @@ def breaks_in_loop(error: Exception) -> bool:
 
 def has_unbacked(environment: Any) -> bool:
     """Whether the frame's sizes include one that only the run knows."""
-    return any(values.unbacked(symbol) for symbol in environment.var_to_range)
+    return any(symbols.unbacked(symbol) for symbol in environment.var_to_range)
 
 
 def asserts_floats(environment: Any) -> bool:

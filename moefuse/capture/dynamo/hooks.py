@@ -33,6 +33,7 @@ from moefuse.capture.dynamo import (
     told_apart,
     values,
 )
+from moefuse.passes.graph.symbols import known_tensor
 from moefuse.program.runs import Begun
 
 log = logging.getLogger("moefuse.capture")
@@ -117,8 +118,7 @@ def install(
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
-    from torch._dynamo.variables import dicts
-    from torch._dynamo.variables import lists as list_variables
+    from torch._dynamo.variables import dicts, lists as list_variables
     from torch._dynamo.variables.base import MutationType
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
@@ -438,7 +438,7 @@ def _on_index(original: Any, self: Any, translator: Any, argument: Any, *more: A
     # ``experts[row]`` with a tensor: torch 2.11 breaks the graph here, later releases read the number.
     observer = getattr(translator.output, _KEPT, None)
     node = values.tensor_node(argument)
-    if observer is None or node is None or values.known_tensor(node.meta.get("example_value")) is None:
+    if observer is None or node is None or known_tensor(node.meta.get("example_value")) is None:
         return original(self, translator, argument, *more)
     return argument.call_method(translator, "item", [], {})
 

@@ -242,9 +242,7 @@ def frame_of(code: types.CodeType) -> int | None:
 
 def look_again(codes: Iterable[types.CodeType]) -> None:
     """These codes are about to be compiled by us: no compilation of another program, before or after, may stand in the way."""
-    from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
-    from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
-    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+    from torch._C._dynamo.eval_frame import _FrameAction as FrameAction, _FrameExecStrategy as FrameExecStrategy, set_code_exec_strategy
 
     for code in codes:
         if left_by_another(code):

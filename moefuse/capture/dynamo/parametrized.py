@@ -19,8 +19,7 @@ from typing import Any
 from torch.fx import Node
 from torch.nn.utils import parametrize
 
-from moefuse.capture.dynamo import parametrize_traced as traced
-from moefuse.capture.dynamo import values
+from moefuse.capture.dynamo import parametrize_traced as traced, values
 
 _STATE = "moefuse_parametrized"
 _HIDDEN = ("_parameters", "_buffers", "_modules", "__dict__")

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from moefuse.capture.dynamo import parametrize_traced as traced
-from moefuse.capture.dynamo import values
+from moefuse.capture.dynamo import parametrize_traced as traced, values
 from moefuse.capture.dynamo.parametrized import LeftError, Registered, State, call, own_state, state_of
 
 Handler = Callable[[Any, list[Any], dict[str, Any]], Any]

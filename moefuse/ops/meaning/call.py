@@ -124,7 +124,7 @@ def lists_of(w_in: Stack, w_up: Stack, w_out: Stack) -> tuple[Sequence[Tensor], 
 
 
 class ExpertsCall(NamedTuple):
-    """Arguments of ``moefuse::experts``, checked by ``moefuse/ops/meaning/checks.py``. (A named tuple, for a dataclass costs the host more.)
+    """Arguments of ``moefuse::experts``, checked by ``ops/meaning/checks.py``. (A named tuple, for a dataclass costs the host more.)
 
     Attributes:
         x: [T, H].

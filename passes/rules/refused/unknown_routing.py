@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.capture.dynamo.values import unbacked
 from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
+from moefuse.passes.graph.symbols import unbacked
 from moefuse.passes.infer.choices import above
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Lost, View, Weight

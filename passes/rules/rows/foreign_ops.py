@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from moefuse import _torch_private
 from moefuse.ops.meaning.encoding import MADE, POWERS, Encoding, Packing, Rounding
 
 By = Literal["one", "ids", "ends"]
@@ -65,9 +66,9 @@ def arguments(
 
 
 def _schema(target: Any) -> torch.FunctionSchema | None:
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, _torch_private.OpOverloadPacket):
         target = target.default if target.overloads() == ["default"] else None
-    return target._schema if isinstance(target, torch._ops.OpOverload) else None
+    return target._schema if isinstance(target, _torch_private.OpOverload) else None
 
 
 def _blocks(storage: torch.Tensor, scale: torch.Tensor, block: Sequence[int]) -> Encoding | None:

@@ -44,8 +44,7 @@ from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import slot_masks, sparse_entries
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
 from moefuse.passes.rules.routing.masks import one_index, over_slots, token_selection
-from moefuse.passes.rules.routing.offsets import listed as numbers
-from moefuse.passes.rules.routing.offsets import with_zero
+from moefuse.passes.rules.routing.offsets import listed as numbers, with_zero
 from moefuse.passes.rules.rows.advanced_index import by_range, by_tensor
 from moefuse.passes.rules.rows.index import without_features
 from moefuse.passes.rules.rows.listed import listed
@@ -55,8 +54,7 @@ from moefuse.passes.rules.sums.accumulate import accumulated, plain_axes, select
 from moefuse.passes.rules.sums.add import merged, times
 from moefuse.passes.rules.sums.assign import on_setitem
 from moefuse.passes.rules.sums.listed import add
-from moefuse.passes.rules.sums.segments import is_sorted, segment_of
-from moefuse.passes.rules.sums.segments import joined as joined_segments
+from moefuse.passes.rules.sums.segments import is_sorted, joined as joined_segments, segment_of
 from moefuse.passes.rules.sums.slots_together import stacked_slots
 
 

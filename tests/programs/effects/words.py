@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from moefuse.report.report import Skipped
+from moefuse.report.entries import Skipped
 
 _NAMES = re.compile(r"\b[A-Za-z]\w*_\d+\b|\b[lg]_\w+_\b|\b\w*self_\w+_parameters_\w+\b")
 """Like those of nodes: an operation and a number, an input behind its source."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 
-from moefuse.view.text import escaped, tag
+from moefuse.report.page_text import escaped, tag
 
 AROUND = 3
 """Lines before the statement, and behind it."""

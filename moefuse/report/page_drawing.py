@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from moefuse.program.steps import Run
-from moefuse.view.text import escaped
+from moefuse.report.page_text import escaped
 
 WIDTH, COLUMN = 460, 190
 BOX, GAP, PAD, TITLE = 24, 12, 10, 30

@@ -7,27 +7,24 @@ import json
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from moefuse._version import __version__
+from moefuse.report.entries import Entries, Fused, Skipped
 from moefuse.report.grouping import grouped_fused, grouped_skipped, module_names
+from moefuse.report.page_drawing import drawing
+from moefuse.report.page_source import excerpt, split
+from moefuse.report.page_text import amount, escaped, marked_up, tag
+from moefuse.report.page_tree import Marks, tree
 from moefuse.spec import ExpertsSpec
-from moefuse.view.drawing import drawing
-from moefuse.view.source import excerpt, split
-from moefuse.view.text import amount, escaped, marked_up, tag
-from moefuse.view.tree import Marks, tree
-
-if TYPE_CHECKING:
-    from moefuse.report.report import Fused, FusionReport, Skipped
 
 _ROOM = Path(__file__).parent
 BREAKS = 12
 """Graph breaks that are shown."""
 
 
-def document(report: FusionReport) -> str:
+def document(report: Entries) -> str:
     """A page of its own."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     style = f"<style>{_style()}\nbody {{ margin: 0; }}</style>"
@@ -36,7 +33,7 @@ def document(report: FusionReport) -> str:
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}\n{title}\n{style}</head>\n{body}\n</html>\n'
 
 
-def fragment(report: FusionReport) -> str:
+def fragment(report: Entries) -> str:
     """The same inside of another page."""
     return f'<div class="moefuse"><style>{_style()}</style>{_main(report)}</div>'
 
@@ -53,7 +50,7 @@ def advice() -> dict[str, str]:
     return loaded
 
 
-def _main(report: FusionReport) -> str:
+def _main(report: Entries) -> str:
     sections = [
         _header(report),
         _section("Model", _model(report)),
@@ -70,7 +67,7 @@ def _section(title: str, content: str) -> str:
     return tag("section", tag("h2", title) + content) if content else ""
 
 
-def _header(report: FusionReport) -> str:
+def _header(report: Entries) -> str:
     done, found = report.layers
     summary = f"{report.summary[0].upper()}{report.summary[1:]}"
     share = f'<span style="width: {100 * done / found:.1f}%"></span>' if found else ""
@@ -85,7 +82,7 @@ def _header(report: FusionReport) -> str:
     return tag("header", f"{tag('p', 'moefuse report', 'over')}{tag('h1', escaped(summary))}{bar}{facts}")
 
 
-def _model(report: FusionReport) -> str:
+def _model(report: Entries) -> str:
     """The trees of what was compiled; without them the report's own lists say it all."""
     trees = []
     for prefix, root in report.modules:
