@@ -50,6 +50,58 @@ def both(ids: Tensor, weights: Tensor, gates: Tensor, e: int) -> Found:
     return torch.where(mask)[0], share[mask]
 
 
+def entries(ids: Tensor, weights: Tensor) -> Tensor:
+    """A weight for each slot and expert, [T, K, E]: zero where that was not chosen."""
+    return F.one_hot(ids, E).to(weights.dtype) * weights[..., None]
+
+
+def listed(ids: Tensor, weights: Tensor, gates: Tensor, e: int) -> Found:
+    chosen = entries(ids, weights)
+    token, slot = torch.nonzero(chosen[:, :, e], as_tuple=True)
+    return token, chosen[token, slot, e]
+
+
+def in_front(ids: Tensor, weights: Tensor, gates: Tensor, e: int) -> Found:
+    chosen = F.one_hot(ids, E).bool().permute(2, 0, 1) * weights
+    token, slot = torch.where(chosen[e] > 0)
+    return token, chosen[e, token, slot]
+
+
+def any_slot(ids: Tensor, weights: Tensor, gates: Tensor, e: int) -> Found:
+    column = (F.one_hot(ids, E) * weights[..., None])[..., e]
+    token = torch.where(column.any(1))[0]
+    return token, column.sum(1)[token]
+
+
+def slots_of_token(ids: Tensor, weights: Tensor, gates: Tensor, e: int) -> Found:
+    chosen = entries(ids, weights)
+    token = (chosen[..., e] > 0).any(-1).nonzero().flatten()
+    return token, chosen[token, :, e].sum(-1)
+
+
+def by_mask(ids: Tensor, weights: Tensor, gates: Tensor, e: int) -> Found:
+    column = entries(ids, weights)[..., e]
+    return torch.where(column != 0)[0], column[column != 0]
+
+
+def other_expert(ids: Tensor, weights: Tensor, gates: Tensor, e: int) -> Found:
+    chosen = entries(ids, weights)
+    token, slot = torch.nonzero(chosen[:, :, e], as_tuple=True)
+    return token, chosen[token, slot, (e + 1) % E]
+
+
+def other_slot(ids: Tensor, weights: Tensor, gates: Tensor, e: int) -> Found:
+    chosen = entries(ids, weights)
+    token, slot = torch.nonzero(chosen[:, :, e], as_tuple=True)
+    return token, chosen[token, K - 1 - slot, e]
+
+
+def unchosen_entries(ids: Tensor, weights: Tensor, gates: Tensor, e: int) -> Found:
+    column = entries(ids, weights)[..., e]
+    token = torch.where((column >= 0).any(1))[0]
+    return token, column.sum(1)[token]
+
+
 ROWS: dict[str, ByExpert] = {
     "and": of_slots(lambda ids, w, e: (ids == e) & (w > 0)),  # computed again for every expert, and one condition
     "logical_and": of_slots(lambda ids, w, e: torch.logical_and(w != 0, ids == e)),
@@ -63,6 +115,11 @@ ROWS: dict[str, ByExpert] = {
     "column above": by_table(lambda gates, e: gates[:, e] > 0.05),
     "summed": summed,
     "both": both,
+    "entries": listed,
+    "entries, experts in front": in_front,
+    "entries of any slot": any_slot,
+    "entries of a token": slots_of_token,
+    "entries by a mask": by_mask,
 }
 NEAR: dict[str, ByExpert] = {
     "of unchosen, too": by_table(lambda gates, e: gates[:, e] >= 0),
@@ -70,6 +127,9 @@ NEAR: dict[str, ByExpert] = {
     "of another expert": by_table(lambda gates, e: gates[:, (e + 1) % E] > 0),
     "other slot's weight": of_slots(lambda ids, w, e: (ids == e) & (w.flip(-1) > 0).flip(0)),
     "or": of_slots(lambda ids, w, e: (ids == e) | (w > 0.5)),
+    "entry of another expert": other_expert,
+    "entry of another slot": other_slot,
+    "entries of unchosen, too": unchosen_entries,
 }
 
 
@@ -91,6 +151,42 @@ class Layer(nn.Module):
             token, weight = self.rows(ids, weights, gates, e)
             out.index_add_(0, token, weight[:, None] * expert(x[token]))
         return out.reshape(shape)
+
+
+Twice = Callable[[Tensor, Tensor, int], Found]
+LEFT_OUT: dict[str, Twice] = {
+    "table": lambda ids, w, e: by_any((ids == e) & (w > 0.2), ((ids == e) * w).sum(-1)),
+    "product": lambda ids, w, e: by_any((ids == e) * w > 0.2, ((ids == e) * w).sum(-1)),
+    "entries": lambda ids, w, e: by_any(entries(ids, w)[..., e] > 0.2, entries(ids, w)[..., e].sum(-1)),
+    "compared again": lambda ids, w, e: again((ids == e) & (w > 0.2), ids, w, e),
+    "valid": lambda ids, w, e: by_any((ids == e) & (torch.arange(2 * len(ids)).view(-1, 2) % 3 > 0), ((ids == e) * w).sum(-1)),
+}
+"""Rows by some of a token's slots of an expert, and the weights of all of them."""
+
+
+def by_any(hit: Tensor, share: Tensor) -> Found:
+    token = torch.where(hit.any(-1))[0]
+    return token, share[token]
+
+
+def again(hit: Tensor, ids: Tensor, weights: Tensor, e: int) -> Found:
+    token = torch.where(hit.any(-1))[0]
+    return token, (weights[token] * (ids[token] == e)).sum(-1)
+
+
+class Repeated(Layer):
+    """Ids that are not a top-k's: a token may have an expert twice, once above the threshold and once below."""
+
+    def __init__(self, rows: Twice) -> None:
+        super().__init__(lambda ids, weights, gates, e: rows(ids, weights, e))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, weights = (x[:, :K] * 3).long().abs() % E, self.router(x).softmax(-1)[:, :K]
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, weight = self.rows(ids, weights, weights, e)
+            out = out.index_add(0, token, weight[:, None] * expert(x[token]))
+        return out
 
 
 class OneHot(Layer):
@@ -162,6 +258,18 @@ def test_rows_by_something_else(rows: str) -> None:
 @pytest.mark.parametrize("kind", [OtherSlot, Changed])
 def test_near_misses(kind: type[Layer]) -> None:
     assert check_read(kind(ROWS["and"]), 11, H).fused == []
+
+
+@pytest.mark.parametrize("verify", ["off", "probe"])
+@pytest.mark.parametrize("rows", LEFT_OUT)
+def test_weights_of_slots_that_are_left_out(rows: str, verify: str) -> None:
+    assert check_read(Repeated(LEFT_OUT[rows]), 64, H, verify=verify).fused == []
+
+
+@pytest.mark.parametrize("verify", ["off", "probe"])
+def test_slots_without_weight_add_nothing(verify: str) -> None:
+    """Of a token that has an expert twice, what is left out has a weight of zero."""
+    assert len(check_read(Repeated(lambda ids, w, e: any_slot(ids, w, w, e)), 64, H, verify=verify).fused) == 1
 
 
 class Thresholded(Layer):

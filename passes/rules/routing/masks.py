@@ -168,7 +168,10 @@ def _chosen_by(ctx: Context, node: Node, table: Table, dim: Any, keepdim: bool) 
 
 @rule("any")
 def on_any(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim: bool = False) -> Any:
-    fact = hit_of(over_slots(ctx, node, x, dim, keepdim))
+    fact = ctx.fact(x)
+    if fact.weight is not None if isinstance(fact, Mask) else isinstance(fact, Table) and not fact.ones:
+        fact = sparse_entries.compared(ctx, node, fact, above=None)  # ``gates[..., e].any(1)``
+    fact = hit_of(summed(ctx, node, fact, dim, keepdim))
     if isinstance(fact, Counts):
         return Hit(fact.axes, fact.routing, None)
     return fact if not isinstance(fact, Table) or fact.ones else None

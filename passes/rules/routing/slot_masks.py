@@ -15,13 +15,63 @@ from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis
 from moefuse.passes.ir.expr import Cast, Expr, Gate, SlotWeight, Token
-from moefuse.passes.ir.facts import Domain, Index, Mask, Rows, Selection, SlotMask
+from moefuse.passes.ir.facts import Domain, Index, Mask, Routing, Rows, Selection, SlotMask
 from moefuse.passes.rules import rule
+from moefuse.passes.rules.routing.ids import is_slot_weight
+
+_ALL = slice(None, None, None)
+
+
+def entries(node: Node, base: Mask, chosen: Selection, items: list[Any], rows: Axis) -> tuple[Rows | SlotMask, list[Any]] | None:
+    """``(one_hot(ids, E) * w[..., None])[tok, slot, e]``, ``(ids == e)[tok]``; and what of the index is left."""
+    left, columns = list(items), []
+    for at, axis in enumerate(base.axes):
+        item = left[0] if left else _ALL
+        number = base.expert is None and {a.kind for a in axis} == {"e"}
+        if number and not (isinstance(item, int) and not isinstance(item, bool) and item == chosen.expert):
+            return None
+        if number:
+            base = replace(base, axes=(*base.axes[:at], *base.axes[at + 1 :]), expert=chosen.expert)
+        elif item == _ALL:
+            columns.append("")
+        elif isinstance(item, Index) and item.selection.same(chosen):
+            columns.append(item.of)
+        else:
+            return None
+        left = left[1:]
+    found = taken(base, chosen, rows) if columns == ["token", ""] else entry(node, base, chosen, rows, tuple(columns))
+    return None if found is None else (found, left)
+
+
+def entry(node: Node, base: Mask, chosen: Selection, rows: Axis, columns: tuple[str, ...]) -> Rows | None:
+    """``(w * (ids == e))[tok, slot]``: where an expert was chosen, the weight of that slot."""
+    kinds = [{a.kind for a in axis if not same(a.size, 1)} or {a.kind for a in axis} for axis in base.axes]
+    named = {"token": {"t"}, "slot": {"k"}}
+    if base.negated or base.weight is None or base.expert != chosen.expert or not same_ids(base.routing, chosen.routing):
+        return None
+    if sorted(columns) != ["slot", "token"] or kinds != [named[column] for column in columns]:
+        return None
+    own = is_slot_weight(base.weight, base.routing)
+    return Rows((rows,), _domain(chosen), SlotWeight(node, base.weight.root)) if own else None
+
+
+def same_ids(table: Routing, chosen: Routing) -> bool:
+    """Whether a table has an entry for every slot of a routing: it is of the same, or of one with more slots."""
+    return table is chosen or (not chosen.whole and table.whole and table.node is chosen.node)
+
+
+def same_slots(table: Routing, chosen: Routing, weight: Node | None = None) -> bool:
+    """Whether what a table has for an expert and a token is of the slots of a selection: it may have left out others of the same expert.
+
+    Of a token that has each expert once there is one such slot. Slots whose ``weight`` is zero add nothing to a sum of it.
+    """
+    zero = weight is not None and chosen.kept is weight and chosen.above is None and chosen.by_slot and chosen.valid is None
+    return same_ids(table, chosen) and (table is chosen or chosen.distinct or zero)
 
 
 def taken(base: Mask, chosen: Selection, rows: Axis) -> SlotMask | None:
     """``(ids == e)[tok]``."""
-    if base.routing is not chosen.routing or base.expert != chosen.expert or chosen.slot is not None or len(base.axes) != 2:
+    if not same_slots(base.routing, chosen.routing) or base.expert != chosen.expert or chosen.slot is not None or len(base.axes) != 2:
         return None
     if [{a.kind for a in axis} - {"b"} for axis in base.axes] != [{"t"}, {"k"}]:
         return None
@@ -34,7 +84,7 @@ def compared(ctx: Context, node: Node, ids: Rows, expert: Any, negated: bool) ->
     chosen, leaf = ids.domain.selection, ids.expr
     if chosen is None or chosen.slot is not None or not isinstance(leaf, Token) or len(ids.axes) != 2 or isinstance(expert, bool):
         return None
-    if not isinstance(expert, int) or expert != chosen.expert:
+    if not isinstance(expert, int) or expert != chosen.expert or not (chosen.routing.whole or chosen.routing.distinct):
         return None
     all_of_it = leaf.source is chosen.routing.node and leaf.width == chosen.routing.top_k and chosen.routing.columns is None
     return SlotMask((ids.axes[0], _slots(chosen)), chosen, negated) if all_of_it else None
@@ -95,9 +145,11 @@ def _all(node: Node, weight: Expr, chosen: Selection) -> Expr:
 
 
 def _row(mask: SlotMask, weight: Expr, keepdim: Any = False) -> Rows:
-    chosen = mask.selection
-    domain = Domain("selected", chosen.routing, selection=chosen, expert=chosen.expert)
-    return Rows((mask.axes[0], ()) if keepdim else (mask.axes[0],), domain, weight)
+    return Rows((mask.axes[0], ()) if keepdim else (mask.axes[0],), _domain(mask.selection), weight)
+
+
+def _domain(chosen: Selection) -> Domain:
+    return Domain("selected", chosen.routing, selection=chosen, expert=chosen.expert)
 
 
 def column(node: Node, weights: Rows, axes: Axes, at: int) -> Rows | None:
@@ -135,6 +187,3 @@ def on_argmax(ctx: Context, node: Node, x: Node, dim: int | None = None, keepdim
     if not mask.selection.by_token and not mask.selection.routing.distinct:
         return None
     return Index((mask.axes[0], ()) if keepdim else (mask.axes[0],), mask.selection, "slot")
-
-
-__all__ = ["cast", "column", "compared", "gathered", "kept", "picked", "product", "summed", "taken", "weighted"]

@@ -31,7 +31,7 @@ from moefuse.passes.rules.routing import slot_masks, sparse_entries
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
 from moefuse.passes.rules.rows.boolean_mask import by_any_mask, by_wide_mask
 from moefuse.passes.rules.rows.by_rows import by_rows, range_by_order, with_none
-from moefuse.passes.rules.rows.index import stacked
+from moefuse.passes.rules.rows.index import pick, stacked
 from moefuse.passes.rules.rows.leaves import own_row, slot_value, token
 
 _ALL = slice(None, None, None)
@@ -63,6 +63,8 @@ def by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
 
 def _by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
     base = ctx.fact(x)
+    while isinstance(base, Mask | Table) and isinstance(items[0], int) and not isinstance(items[1], int | slice):
+        base, items = pick(ctx, node, x, base, 0, items[0]), items[1:]  # ``gates[e, token]`` is ``gates[e][token]``
     found = _of_base(ctx, node, x, items, base)
     if found is None and isinstance(base, Weight):  # rows of a table are tokens, where it is one of embeddings
         return _of_base(ctx, node, x, items, View(fresh(out_shape(x)), ctx.first[x]))

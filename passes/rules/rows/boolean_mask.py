@@ -108,6 +108,8 @@ def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, col
         if isinstance(base, View):
             return take_tokens(ctx, node, base, chosen, rows)
         return of_expert(node, base, chosen, rows) if isinstance(base, Table) else None
+    if isinstance(base, Mask):
+        return slot_masks.entry(node, base, chosen, rows, columns)
     if columns == ("flat",):
         return by_slots(node, base, chosen, [])
     if isinstance(base, View) and is_slot_weight(base, chosen.routing) and columns == ("token", "slot"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -28,14 +29,13 @@ def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, ind
     if together is not None and isinstance(base, View | Fill | Sum | Table | Mask | Rows):
         lead, index = together
         base, indices = base.with_axes((sum(base.axes[:lead], ()), *base.axes[lead:])), [index, *indices[lead:]]
-    columns = []
-    for i in indices:
-        if not isinstance(i, Index):
-            break
-        if not i.selection.same(chosen):
-            return None
-        columns.append(i.of)
-    rest = indices[len(columns) :]
+    if isinstance(base, Mask):
+        found = slot_masks.entries(node, base, chosen, indices, row_axis(node))
+        return None if found is None else with_none(*found)
+    given = list(itertools.takewhile(lambda i: isinstance(i, Index), indices))
+    if not all(i.selection.same(chosen) for i in given):
+        return None
+    columns, rest = [i.of for i in given], indices[len(given) :]
     if isinstance(base, Fill) and columns in (["flat"], ["token", "slot"]) and _by_slot(base, chosen.routing):
         base = View(base.axes, x)  # routing weights that are all the same
     if columns == ["flat"]:
@@ -86,8 +86,6 @@ def _by_tokens(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, 
         return Buffer((rows, *features_of(base)), x, chosen, node) if not rest else None
     if isinstance(base, Column) and chosen.slot == base.slot:
         return with_none(slot_gate(node, base, chosen, rows), rest)
-    if isinstance(base, Mask):
-        return slot_masks.taken(base, chosen, rows) if not rest else None
     if isinstance(base, Table):
         return by_column(node, base, chosen, rows, rest)
     if not isinstance(base, View):
@@ -107,14 +105,9 @@ def features_of(base: Fill | Sum) -> Axes:
     return tuple((Atom("f", i, extent(b)),) for i, b in enumerate(base.axes[1:]) if b)
 
 
-def same_ids(table: Routing, chosen: Routing) -> bool:
-    """Whether a table has an entry for every slot of a routing: it is of the same, or of one with more slots."""
-    return table is chosen or (not chosen.whole and table.whole and table.node is chosen.node)
-
-
 def by_column(node: Node, base: Table, chosen: Selection, rows: Axis, rest: list[Any]) -> Rows | None:
     """The weight of the expert out of a routing table."""
-    if not same_ids(base.routing, chosen.routing):
+    if not slot_masks.same_ids(base.routing, chosen.routing):
         return None
     if not chosen.by_token and not chosen.routing.distinct:
         return None  # a token may have several such rows, and each would have the weights of all of them
@@ -127,7 +120,8 @@ def by_column(node: Node, base: Table, chosen: Selection, rows: Axis, rest: list
 
 def of_expert(node: Node, base: Table, chosen: Selection, rows: Axis) -> Rows | None:
     """What a column of a table has for the rows of its expert."""
-    if base.expert != chosen.expert or not same_ids(base.routing, chosen.routing):
+    weights = None if base.slots is None else base.slots.root
+    if base.expert != chosen.expert or not slot_masks.same_slots(base.routing, chosen.routing, weights):
         return None
     if chosen.routing.kept is not None and chosen.routing.kept is base.root:
         base = replace(base, slots=None)  # what says who is left is read, not what it was made of
