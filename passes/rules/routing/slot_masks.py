@@ -22,14 +22,14 @@ from moefuse.passes.rules.routing.ids import is_slot_weight
 _ALL = slice(None, None, None)
 
 
-def entries(node: Node, base: Mask, chosen: Selection, items: list[Any], rows: Axis) -> tuple[Rows | SlotMask, list[Any]] | None:
+def entries(node: Node, base: Mask, chosen: Selection, items: list[Any], rows: Axis) -> tuple[Rows | SlotMask | None, list[Any]]:
     """``(one_hot(ids, E) * w[..., None])[tok, slot, e]``, ``(ids == e)[tok]``; and what of the index is left."""
     left, columns = list(items), []
     for at, axis in enumerate(base.axes):
         item = left[0] if left else _ALL
         number = base.expert is None and {a.kind for a in axis} == {"e"}
         if number and not (isinstance(item, int) and not isinstance(item, bool) and item == chosen.expert):
-            return None
+            return None, left
         if number:
             base = replace(base, axes=(*base.axes[:at], *base.axes[at + 1 :]), expert=chosen.expert)
         elif item == _ALL:
@@ -37,10 +37,10 @@ def entries(node: Node, base: Mask, chosen: Selection, items: list[Any], rows: A
         elif isinstance(item, Index) and item.selection.same(chosen):
             columns.append(item.of)
         else:
-            return None
+            return None, left
         left = left[1:]
-    found = taken(base, chosen, rows) if columns == ["token", ""] else entry(node, base, chosen, rows, tuple(columns))
-    return None if found is None else (found, left)
+    by_token = columns == ["token", ""]
+    return taken(base, chosen, rows) if by_token else entry(node, base, chosen, rows, tuple(columns)), left
 
 
 def entry(node: Node, base: Mask, chosen: Selection, rows: Axis, columns: tuple[str, ...]) -> Rows | None:

@@ -30,8 +30,8 @@ def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, ind
         lead, index = together
         base, indices = base.with_axes((sum(base.axes[:lead], ()), *base.axes[lead:])), [index, *indices[lead:]]
     if isinstance(base, Mask):
-        found = slot_masks.entries(node, base, chosen, indices, row_axis(node))
-        return None if found is None else with_none(*found)
+        read, left = slot_masks.entries(node, base, chosen, indices, row_axis(node))
+        return with_none(read, left) if isinstance(read, Rows) else read if not left else None
     given = list(itertools.takewhile(lambda i: isinstance(i, Index), indices))
     if not all(i.selection.same(chosen) for i in given):
         return None
