@@ -25,6 +25,7 @@ CODES: dict[str, str] = {
     "not-combined": "expert rows never reach a sum over the chosen experts of a token",
     "capacity": "experts take a limited number of tokens here: {detail}",
     "expert-choice": "experts choose their tokens here, not tokens their experts: every expert has the same number of rows",
+    "threshold": "{name} is of tokens whose score is above a number: each may have any number of experts, and an op has K for each token",
     "tokens-differ": "the experts' input rows do not line up with the expert ids: {detail}",
     "encoding-unknown": "expert weights are held as {dtype}: {detail}",
     "encoding-unsupported": "expert weights are held as {dtype}, and no op multiplies them as they are: {detail}",
@@ -81,6 +82,9 @@ _HELD_BEFORE = (
 _INTO = "expert rows are put together with {into} here; what moefuse reads is a sum: what stood at the tokens of these rows, and the rows"
 """``not-combined`` where rows are computed from what stands where they are put."""
 
+_BOTH_WAYS = "some experts' rows replace what stood at their tokens here, and others' are added to it: an op does one of the two for all"
+"""``not-combined`` where there is an accumulator, and rows are put into it by turns."""
+
 _BY = "expert rows reach what the other experts computed by `{by}`, and only sums are fused"
 """``not-combined`` where there is an accumulator that something else than a sum is made in."""
 
@@ -125,7 +129,7 @@ _BY_DETAIL: dict[str, dict[str, str]] = {
     "not-faster": {"count": _LOOPED},
     "missing-experts": {"detail": _NOT_ALL, "times": _SEVERAL},
     "mutation": {"before": _HELD_BEFORE, "where": _MADE_IN},
-    "not-combined": {"into": _INTO, "by": _BY, "choices": _OVERWRITTEN},
+    "not-combined": {"into": _INTO, "by": _BY, "choices": _OVERWRITTEN, "ways": _BOTH_WAYS},
     "no-rule": {"argument": _UNREAD, "how": _HOW, "behind": _BEHIND, "known": _OTHERWISE},
 }
 """Texts of refusals by what is known of them: the first that has its detail, else the one in ``CODES``."""

@@ -86,7 +86,7 @@ class GraphResult:
     """Whether it does so between what was a fused region, which is one op at its end now; or would be, and is refused for that."""
 
 
-_OF_SOME = frozenset(("missing-experts", "tokens-differ", "no-rule", "not-combined", "not-recognised", "experts-differ"))
+_OF_SOME = frozenset(("missing-experts", "tokens-differ", "threshold", "no-rule", "not-combined", "not-recognised", "experts-differ"))
 """What the experts of one process look like, of those that are spread over several."""
 
 

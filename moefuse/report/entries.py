@@ -195,7 +195,7 @@ def count(number: int, noun: str) -> str:
 
 _IN_PIECES = frozenset(("tokens-differ", "ids-not-distinct", "mutation"))
 """What is said of a layer whose ids, rows or sum are made in front of a graph break."""
-_OF_ROWS = frozenset(("no-rule", "tokens-differ", "not-row-local"))
+_OF_ROWS = frozenset(("no-rule", "tokens-differ", "threshold", "not-row-local"))
 """What is said of rows that are not understood."""
 
 

@@ -142,7 +142,7 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
     unchanged = _unchanged(ctx, node, inside)
     if unchanged is not None:
         return go(unchanged)
-    if call.name in ("mean", "var", "amax", "softmax", "layer_norm", "rms_norm") and isinstance(first, Node):
+    if call.name in ("mean", "var", "amax", "softmax", "log_softmax", "layer_norm", "rms_norm") and isinstance(first, Node):
         return _over_features(node, go, first, call)
     if call.name in CASTS and isinstance(first, Node):
         before = tensor(first)
@@ -232,7 +232,7 @@ def _over_features(node: Node, go: Any, x: Node, call: Call) -> Expr | None:
     other = {key for key, v in call.kwargs.items() if key not in ("dim", "keepdim") and not (key == "dtype" and v is None)}
     if dim not in (-1, before.dim() - 1) or other or before.dim() < 2:
         return None
-    if call.name == "softmax":
+    if call.name in ("softmax", "log_softmax"):
         return Op(node, call.name, (go(x),), (("dim", -1),))
     return Op(node, call.name, (go(x),), (("dim", -1), ("keepdim", True)))
 

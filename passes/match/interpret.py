@@ -75,7 +75,7 @@ def _visit(ctx: Context, node: Node, call: Call) -> Any:
     inputs = [ctx.facts.get(n) for n in node.all_input_nodes]
     rule = rule_of(call.name) if call.kwargs.get("out") is None else None
     fact = _apply(rule, ctx, node, call) if rule is not None else None
-    if rule is not None and (fact is None or isinstance(fact, Lost)):
+    if rule is not None and (fact is None or (isinstance(fact, Lost) and "ways" not in fact.details)):
         fact = _behind_sums(ctx, node, call) or fact
     stale = next((f for f in inputs if isinstance(f, Lost) and f.code == "alias"), None)
     if isinstance(fact, Lost) and stale is not None:

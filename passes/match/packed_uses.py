@@ -21,7 +21,7 @@ from moefuse.passes.match.unexplained import decided, scores_of
 
 _THERE = frozenset(("no-rule",))
 """What is lost right where a product is."""
-_HIDDEN = _THERE | frozenset("not-recognised tokens-differ not-combined experts-differ missing-experts not-weighted".split())
+_HIDDEN = _THERE | frozenset("not-recognised tokens-differ threshold not-combined experts-differ missing-experts not-weighted".split())
 """What a layer looks like of which one product was not understood."""
 _FEWEST = 3
 """So many equal weights are experts; of two, one may be anything."""

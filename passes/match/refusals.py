@@ -24,7 +24,7 @@ from moefuse.program.breaks import resumed_at
 #: what a sum looks like after one expert was lost on the way: the loss says more
 _CONSEQUENCES = frozenset(("missing-experts", "experts-differ", "not-weighted", "ids-not-distinct"))
 
-_BY_ROWS = frozenset(("not-row-local", "no-rule", "not-combined", "experts-differ", "tokens-differ"))
+_BY_ROWS = frozenset(("not-row-local", "no-rule", "not-combined", "experts-differ", "tokens-differ", "threshold"))
 """What may be said of any rows that several weights compute."""
 _TAKE = SAME_NUMBER | frozenset("index_select select eq where nonzero long unbind".split())
 """What takes some of given numbers and computes none."""
@@ -67,7 +67,8 @@ def refusals(ctx: Context, refused: list[tuple[Lost, Routing | None]], covered: 
             # What is done to a value outside of the experts is no reason that it is used there.
             same = known is not None and known.node is node and known.code != "value-escapes"
             earlier = known is not None and id(known) not in sums and ctx.position[fact.node] < ctx.position[known.node]
-            if known is None or same or earlier or _follows(ctx, known, node) or _is_missing(families, known, node):
+            by_turns = known is not None and known.code == "sum-changed" and "ways" in fact.details
+            if known is None or same or by_turns or earlier or _follows(ctx, known, node) or _is_missing(families, known, node):
                 out[key] = fact
     for node, routing in _ends(ctx, covered):
         end = None if routing is None else families.of(routing)
@@ -139,6 +140,8 @@ def _behind(ctx: Context, families: Families, key: Any, lost: Lost) -> Lost:
             detail = f"no rule reads {named(hidden)}, by which rows of an expert are chosen"
             return Lost("tokens-differ", hidden, {"detail": detail})
         return families.elsewhere(key, lost) or lost
+    if "at" in lost.details:
+        return Lost(lost.code, lost.details["at"], {name: value for name, value in lost.details.items() if name != "at"})
     if lost.code == "no-rule" and lost.details.keys() == {"op"} and _of_routing(ctx, lost.node):
         made = f"an operation with {named(lost.node)}, which is made of the routing in a way that no rule reads"
         return Lost("no-rule", lost.node, {"how": made})

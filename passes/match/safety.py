@@ -44,7 +44,7 @@ from moefuse.passes.ir.lowrank import in_front
 from moefuse.passes.ir.regions import Region, sources
 from moefuse.passes.match.contexts import differ
 from moefuse.passes.match.encodings import encoded
-from moefuse.passes.match.liveness import unread
+from moefuse.passes.match.liveness import live, unread
 from moefuse.passes.match.transformed import transformed
 from moefuse.program.breaks import resumed_at
 from moefuse.spec import Domain
@@ -354,7 +354,7 @@ def _escapes(ctx: Context, region: Region) -> Lost | None:
             call = ctx.calls.get(user)
             if user in region.nodes or (call is not None and call.name in SIZE_QUERIES):
                 continue
-            if holder and ctx.position[user] > last:
+            if (holder and ctx.position[user] > last) or user not in live(ctx):
                 continue
             code = "hook" if call is not None and call.name == "register_hook" else "value-escapes"
             return ctx.lost(code, node if user.op == "output" else user, name=named(node))
@@ -375,7 +375,7 @@ def _stale(ctx: Context, region: Region) -> Lost | None:
                 call = ctx.calls.get(user)
                 outside = user not in region.nodes and ctx.position[user] > start
                 redirected = alias in holders and ctx.position[user] > last
-                if outside and not redirected and (call is None or call.name not in SIZE_QUERIES):
+                if outside and not redirected and (call is None or call.name not in SIZE_QUERIES) and user in live(ctx):
                     return ctx.lost("alias", region.anchor, name=named(alias))
     return None
 

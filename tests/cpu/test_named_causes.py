@@ -89,6 +89,17 @@ class Logs(Layer):
         return out
 
 
+class LogSum(Layer):
+    """A mixture of distributions, in logarithms: the logarithm of a weight of zero is -inf."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        each = torch.stack([F.log_softmax(expert(x), -1) for expert in self.experts], 1)
+        gates = torch.full((len(x), E), float("-inf")).scatter(1, ids, weights.log())
+        mixed = each + gates[..., None]
+        return mixed.logsumexp(1)
+
+
 class Stacked(Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -170,6 +181,7 @@ REFUSED: dict[str, tuple[Callable[[], Layer], str, str]] = {
     ),
     "one of several": (Lone, "missing-experts", "only expert 0 is computed, of 4"),
     "in logarithms": (Logs, "not-combined", "reach what the other experts computed by `logaddexp`, and only sums are fused"),
+    "in logarithms, together": (LogSum, "not-combined", "reach what the other experts computed by `logsumexp`, and only sums are fused"),
     "sorted by weight": (ByWeight, "tokens-differ", "rows are added where `tok`"),
     "places by a product": (Places, "capacity", "`matmul` puts them into a fixed number of places"),
     "places like ids": (Queue, "capacity", "`einsum` puts them into a fixed number of places"),

@@ -32,6 +32,7 @@ from tests.programs.refused.choices import (
     NotCombined,
     NotWeighted,
     SumChanged,
+    Threshold,
     TokensDiffer,
 )
 from tests.programs.refused.found import Batched, Counting, NotCaptured, NothingFound, NotLowered, NotRecognised
@@ -195,6 +196,11 @@ CASES: dict[str, Case] = {
     ),
     "expert-choice": Case(
         ExpertChoice, "experts choose their tokens here, not tokens their experts: every expert has the same number of rows"
+    ),
+    "threshold": Case(
+        Threshold,
+        "`token` is of tokens whose score is above a number: each may have any number of experts, and an op has K for each token",
+        captured=True,
     ),
     "tokens-differ": Case(
         TokensDiffer,

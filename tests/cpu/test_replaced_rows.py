@@ -88,7 +88,42 @@ def test_experts_that_add_to_a_clone(verify: str) -> None:
     assert len(check(Added(BASES["clone"]), Options(verify=verify)).fused) == 1  # type: ignore[arg-type]
 
 
+class Copies(Replaced):
+    """What an expert changes in a copy of the sum, nobody reads."""
+
+    read = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows = expert(x) * (weights * (ids == e)).sum(-1, keepdim=True)
+            copy = out.clone()
+            copy += rows
+            out = out + (rows + 0.1 * copy if self.read else rows)
+        return out
+
+
+class ReadCopies(Copies):
+    read = True
+
+
+class Counts(Replaced):
+    """A number in place of an expert's rows."""
+
+    def write(self, out: Tensor, mask: Tensor, rows: Tensor) -> None:
+        out[mask] += 1
+
+
+@pytest.mark.parametrize("verify", ["probe", "off"])
+@pytest.mark.parametrize(("kind", "fused"), [(Copies, 1), (ReadCopies, 0), (Counts, 0)])
+def test_copies_of_the_sum(kind: type[Replaced], fused: int, verify: str) -> None:
+    outcome = check(kind(BASES["clone"]), Options(verify=verify))  # type: ignore[arg-type]
+    assert (len(outcome.fused), "internal-error" in [s.code for s in outcome.skipped]) == (fused, False), outcome
+
+
 @pytest.mark.parametrize("verify", ["probe", "off"])
 def test_now_one_and_now_the_other_is_no_layer_of_four(verify: str) -> None:
     outcome = check(Both(BASES["clone"]), Options(verify=verify))  # type: ignore[arg-type]
     assert outcome.fused == [], outcome
+    assert {"replace what stood at their tokens here, and others' are added" in s.message for s in outcome.skipped} == {True}, outcome

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.named import named
-from moefuse.passes.graph.op_classes import SIZE_QUERIES
+from moefuse.passes.graph.op_classes import SHAPED, SIZE_QUERIES
 from moefuse.passes.graph.symbols import unbacked
 from moefuse.passes.infer.choices import above
 from moefuse.passes.infer.state import Context
@@ -24,6 +24,8 @@ from moefuse.passes.rules.refused.capacity import Places
 from moefuse.passes.rules.refused.expert_choice import Notes, applies_weights
 
 _LOOP = 3
+_LISTS = SHAPED | frozenset("nonzero nonzero_numpy where getitem select unbind".split())
+"""What has the elements of a mask, or their numbers."""
 
 
 @dataclass
@@ -31,7 +33,7 @@ class _Rows:
     """``chosen``: what is computed from rows of unknown origin. ``experts``: for each tensor its choices, with the weights they met."""
 
     chosen: dict[Node, Node] = field(default_factory=dict)
-    experts: dict[Node, dict[Node, set[Node]]] = field(default_factory=dict)
+    experts: dict[Node, dict[Node, set[tuple[Node, int | None]]]] = field(default_factory=dict)
 
 
 def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
@@ -47,7 +49,7 @@ def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
         return None
     source = ctx.storage[ctx.calls[chosen].args[0]]  # type: ignore[union-attr]
     seen = rows.experts.setdefault(source, {})
-    weights = {ctx.storage[n] for n in node.all_input_nodes if isinstance(tensor(ctx.storage[n]), torch.nn.Parameter)}
+    weights = {_own(ctx, n) for n in node.all_input_nodes if isinstance(tensor(ctx.storage[n]), torch.nn.Parameter)}
     if not any(weights & others for choice, others in seen.items() if choice is not chosen):
         seen.setdefault(chosen, weights)
     if source in reported or len(seen) < _LOOP:
@@ -55,10 +57,22 @@ def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
     reported.add(source)
     first = next(iter(seen))
     mask = first.all_input_nodes[-1]
-    detail = f"no rule reads whose tokens {named(mask)} are"
-    if above(ctx, mask) is not None:
-        detail = f"{named(mask)} is of tokens whose probability is above a number, so that each may have any number of experts"
-    return ctx.lost("tokens-differ", first, detail=detail)
+    if above(ctx, _compared(ctx, mask)) is not None:
+        return ctx.lost("threshold", first, name=named(mask))
+    return ctx.lost("tokens-differ", first, detail=f"no rule reads whose tokens {named(mask)} are")
+
+
+def _own(ctx: Context, weight: Node) -> tuple[Node, int | None]:
+    """Whose memory a weight is, and which expert's of a stack."""
+    fact = ctx.facts.get(weight)
+    return ctx.storage[weight], fact.expert if isinstance(fact, Weight) else None
+
+
+def _compared(ctx: Context, node: Node) -> Node:
+    """The comparison that a mask, or row numbers, are read out of."""
+    while (call := ctx.calls.get(node)) is not None and call.name in _LISTS and call.args and isinstance(call.args[0], Node):
+        node = call.args[0]
+    return node
 
 
 def _chooses(ctx: Context, node: Node, call: Call) -> bool:

@@ -10,9 +10,9 @@ import torch
 from torch.fx import Node
 
 from moefuse import _torch_private
-from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.calls import call_of, tensor
 from moefuse.passes.graph.named import named, placed
-from moefuse.passes.graph.op_classes import PRODUCTS, RANDOM, TERNARY, UNARY
+from moefuse.passes.graph.op_classes import CASTS, PRODUCTS, RANDOM, SHAPED, TERNARY, UNARY
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.cone import cone_rows
 from moefuse.passes.infer.operands import beside, joined, leaf, padded, real, scalar, symbol
@@ -32,6 +32,9 @@ from moefuse.passes.rules.routing.valid_slots import restricted
 from moefuse.passes.rules.rows.by_slot import by_slot
 from moefuse.passes.rules.rows.listed import product
 from moefuse.passes.rules.rows.views import inherited
+
+_BESIDE = SHAPED | CASTS | frozenset(("stack", "cat"))
+"""What puts values beside others as they are."""
 
 
 @rule(*UNARY, *(set(TERNARY) - {"addcmul"}), "pow", "maximum", "minimum", "remainder", "fmod", "atan2", "rsub")
@@ -123,12 +126,29 @@ def operand(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Any, li
     if isinstance(fact, Table) and None not in (fact.expert, domain.expert) and fact.expert != domain.expert:
         detail = f"its routing weight meets the weights of expert {domain.expert}"
         return ctx.lost("experts-differ", node, expert=str(fact.expert), detail=detail)
+    end = _logarithms(node) if isinstance(fact, Table) and fact.fill == -math.inf else None
+    if end is not None:
+        return ctx.lost("not-combined", node, by=ctx.calls[end].name, at=end)  # type: ignore[union-attr]
     name = placed(value, node) if isinstance(value, Node) else "an argument"
     if isinstance(fact, Fill) and math.isnan(fact.value):
         return ctx.lost("no-rule", node, how=f"an operation with {name}, which nothing has initialised")
     if isinstance(fact, Fill):
         return ctx.lost("no-rule", node, how=f"an operation with {name}, a constant that does not have their shape")
     return ctx.lost("tokens-differ", node, detail=f"{name} is not a value per row of the same experts")
+
+
+def _logarithms(node: Node) -> Node | None:
+    """Where exponentials of what a node computes are added up; None if nothing does so."""
+    stack, seen = [node], {node}
+    while stack:
+        for user in stack.pop().users:
+            call = call_of(user)
+            if call is not None and call.name in ("logsumexp", "logaddexp", "logaddexp2"):
+                return user
+            if user not in seen and call is not None and call.name in _BESIDE:
+                seen.add(user)
+                stack.append(user)
+    return None
 
 
 def _filled(ctx: Context, node: Node, axes: Axes, domain: Domain, fill: Fill, value: Node, like: Expr | None) -> Expr | None:

@@ -31,6 +31,8 @@ def over_features(ctx: Context, node: Node, x: Node, dim: Any, **options: Any) -
     over = [a for d in dims for a in fact.axes[d]]
     if dim is not None and not over:
         return None
+    if any(a.kind == "e" for a in over):
+        return ctx.lost("not-combined", node, by=call.name)
     if dim is None or any(a.kind != "f" for a in over):
         return ctx.lost("not-row-local", node, op=call.name)
     shape, value = out_shape(node), tensor(node)

@@ -24,8 +24,10 @@ def accumulated(ctx: Context, node: Node, target: Node, rows: Rows, *, once: boo
     if isinstance(current, Sum) and _is_copy_of_another(ctx, target, current, rows):
         return Sum(axes, target, (part,), once, replaced)
     if isinstance(current, Sum):
-        same_way = current.base is None or current.replaced == replaced
-        return replace(current, parts=(*current.parts, part), once=current.once or once) if same_way else None
+        if current.base is not None and current.replaced != replaced:
+            own = current.parts[0].rows.domain.routing is rows.domain.routing
+            return ctx.lost("not-combined", node, ways=True) if own else None
+        return replace(current, parts=(*current.parts, part), once=current.once or once)
     if isinstance(current, Fill) and current.value == 0.0:
         return Sum(axes, None, (part,), once)
     # A clone is a tensor of its own.
@@ -95,7 +97,9 @@ def put(ctx: Context, node: Node, target: Node, chosen: Selection, rows: Any) ->
     if isinstance(rows, Rows) and rows.domain.selection is not None and rows.domain.selection.same(chosen):
         if any(_reads(ctx, e, target) for e in walk(rows.expr)):
             more = _added(ctx, node, target, rows.expr)
-            added = None if more is None else accumulated(ctx, node, target, replace(rows, expr=more), once=not chosen.by_token)
+            if not isinstance(more, Expr):
+                return _read_back(ctx, node, target)
+            added = accumulated(ctx, node, target, replace(rows, expr=more), once=not chosen.by_token)
             return added or _read_back(ctx, node, target)
         before = ctx.fact(target)
         if chosen.slot is not None and _begins_again(ctx, before, chosen):

@@ -128,6 +128,19 @@ class ExpertChoice(Layer):
         return torch.zeros_like(x).index_add(0, ids.flatten(), y.flatten(0, 1))
 
 
+class Threshold(Layer):
+    """Each expert takes the tokens whose probability is above a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        probs = self.gate(x).sigmoid()
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token = torch.where(probs[:, e] > 0.5)[0]
+            rows = x[token]  # at: threshold
+            out = out.index_add(0, token, self.expert(e, rows) * probs[token, e, None])
+        return out
+
+
 class TokensDiffer(Layer):
     """The rows are token by token, their weights slot by slot."""
 
