@@ -35,6 +35,7 @@ def some(names: dict[str, str] | dict[str, tuple[str, ...]]) -> st.SearchStrateg
 
 
 PLAIN_IDS = st.just("topk")
+RARE = st.sampled_from((False, False, False, True))
 
 
 def rows_loops(twists: st.SearchStrategy[str], ids: st.SearchStrategy[str] = PLAIN_IDS) -> st.SearchStrategy[Loop]:
@@ -43,6 +44,10 @@ def rows_loops(twists: st.SearchStrategy[str], ids: st.SearchStrategy[str] = PLA
         Loop,
         over=some(generated.OVER),
         mask=some(generated.MASKS),
+        weigh=some(generated.WEIGHS),
+        by_slot=RARE,
+        behind=RARE,
+        idle=RARE,
         hit=some(generated.HITS),
         skip=some(generated.SKIPS),
         gather=some(generated.GATHERS),
@@ -50,6 +55,9 @@ def rows_loops(twists: st.SearchStrategy[str], ids: st.SearchStrategy[str] = PLA
         store=some(generated.STORES),
         init=some(generated.INITS),
         rebind=some(generated.REBINDS),
+        between=some(generated.BETWEEN),
+        counter=some(generated.COUNTERS),
+        tokens=st.sampled_from((5, 5, 5, 1)),
         around_expert=some(generated.CONTEXTS),
         around_loop=some(generated.CONTEXTS),
         twist=twists,
@@ -69,6 +77,9 @@ def cut_loops(twists: st.SearchStrategy[str], ids: st.SearchStrategy[str] = PLAI
         store=some(generated.STORES),
         init=some(generated.INITS),
         rebind=some(generated.REBINDS),
+        between=some(generated.BETWEEN),
+        counter=some(generated.COUNTERS),
+        tokens=st.sampled_from((5, 5, 5, 1)),
         around_expert=some(generated.CONTEXTS),
         around_loop=some(generated.CONTEXTS),
         twist=twists,
@@ -101,7 +112,7 @@ def _compare(loop: Loop, options: Options, grad: bool) -> Seen:
     behind = "aot_eager_decomp_partition" if loop.twist in generated.COMPUTED_AGAIN and grad else "eager"
     compiled = torch.compile(Packed(model), backend=capturing(seen, options, behind))
     for kind in KINDS:
-        x, logits = torch.randn(5, H), logits_for(kind, 5)
+        x, logits = torch.randn(loop.tokens, H), logits_for(kind, loop.tokens)
         try:
             expected = call(twin, twin, x, logits, grad=grad)
         except Exception:  # a twist that is no program at all for this routing, or ids that an operation does not take

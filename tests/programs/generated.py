@@ -57,6 +57,9 @@ MASKS = {
     "one_hot": ("mask = F.one_hot(ids, num_classes=E).permute(2, 1, 0)", "mask[e]", True),
     "equal": ("", "ids == e", False),
     "equal_all": ("mask = ids[..., None] == torch.arange(E)", "mask[..., e]", False),
+    "weighed": ("", "(ids == e) & (weights > 0)", False),
+    "entries": ("mask = F.one_hot(ids, E).to(weights.dtype) * weights[..., None]", "mask[:, :, e]", False),
+    "entries_first": ("mask = F.one_hot(ids, E).bool().permute(2, 0, 1) * weights", "mask[e]", False),
 }
 """Once before the loop; the mask of one expert; whether its rows are slots."""
 
@@ -65,6 +68,9 @@ HITS = {
     "any": "(ids[..., None] == torch.arange(E)).any(dim=1).any(dim=0)",
     "count": "F.one_hot(ids.flatten(), num_classes=E).sum(0).ne(0)",
 }
+
+IDLE = "out[0, 0] += 0 * sum(w.sum() for w in self.experts[e].parameters())"
+"""What touches experts without tokens, for their gradients' sake."""
 
 SKIPS = {
     "no": "",
@@ -80,6 +86,28 @@ GATHERS = {
     "select": "x.index_select(0, tok)",
     "none": "x[None, tok].reshape(-1, H)",
 }
+
+OF_WEIGHTS = ("weighed", "entries", "entries_first")
+"""Masks that say whose weight is not zero."""
+
+WEIGHS = {
+    "pair": ("", "weights[tok, slot, None]"),
+    "entries": ("table = F.one_hot(ids, E).to(weights.dtype) * weights[..., None]", "table[tok, slot, e, None]"),
+    "gather": ("", "weights[tok].gather(1, slot[:, None])"),
+    "summed": ("", "(weights[tok] * (ids[tok] == e)).sum(-1, keepdim=True)"),
+}
+"""Once before the loop; the weights of an expert's rows."""
+
+BETWEEN = {
+    "none": "",
+    "assert": 'assert ids.shape[-1] == K, f"{ids.shape[-1]} experts for a token"',
+    "about_data": 'assert torch.isfinite(weights).all(), f"weights of {tuple(weights.shape)}"',
+    "print": 'if x.shape[0] > 1000: print(f"{x.shape[0]} tokens")',
+}
+"""What stands between the router and the experts."""
+
+COUNTERS = {"none": "", "buffer": "self.total[e] += h_count"}
+"""What a loop counts beside the experts."""
 
 ADDS = {
     "index_add_": "out.index_add_(0, tok, y)",
@@ -124,6 +152,9 @@ COUNTS = {
     "scatter": "ids.new_zeros((ids.shape[0], E)).scatter_(1, ids, 1).sum(0)",
     "histc": "torch.histc(ids.flatten().float(), bins=E, min=0, max=E - 1).long()",
     "compare": "(ids.view(-1, 1) == torch.arange(E)).sum(0)",
+    "sorted": "torch.bincount(ids.flatten().sort()[0], minlength=E)",
+    "cast": "torch.bincount(ids.int().view(-1), minlength=E)",
+    "stacked": "torch.stack([(ids == i).sum() for i in range(E)])",
 }
 
 CUTS = {
@@ -143,6 +174,7 @@ CUTS = {
         "",
     ),
     "iadd": ("sizes = counts.tolist()", "for e, n in enumerate(sizes):", "end = start + n", "start += n"),
+    "raised": ("sizes = counts.tolist()\nnext = 0", "for e, n in enumerate(sizes):", "start, end = next, next + n\nnext = end", ""),
 }
 """Before the loop; its head; where an expert's slots begin and end; what the next expert needs."""
 
@@ -150,7 +182,7 @@ CUT_SKIPS = {"no": "", "zero": "if n == 0: continue", "some": "if not n > 0: con
 
 ROWS = {"rows": "rows[start:end]", "tokens": "x[token[start:end]]", "slots": "x[perm[start:end] // K]"}
 
-STORES = {"stacked": "self.expert(e, h)", "modules": "self.experts[e](h)"}
+STORES = {"stacked": "self.expert(e, h)", "modules": "self.experts[e](h)", "parts": "self.in_parts(e, h)"}
 
 # Twists by the part of the program that they change: (part, what stands there now). ``{}`` is what stood there.
 TWISTS: dict[str, dict[str, str]] = {
@@ -188,6 +220,8 @@ TWISTS: dict[str, dict[str, str]] = {
     "weighs_by_a_counter": {"route": "{}\nweights = weights * (1 + self.total.sum())", "after": "self.total[0] += 1\n{}"},
     "adds_without_gradients": {"before": "{}\nout = x * 1.5", "add": "with torch.no_grad():\n    {}"},
     "detaches": {"weigh": "{}\ny = y.detach()"},
+    "rounds": {"rebind": "{}\nout = out.bfloat16().to(x.dtype)"},
+    "remembers_a_count": {"after": "self.calls = h_count\n{}"},
 }
 
 COMPUTED_AGAIN = ("weighs_by_a_step", "weighs_by_a_counter")
@@ -199,6 +233,8 @@ LOOP_TWISTS: dict[str, dict[str, str]] = {
     "other_unique": {"over": "(ids + 1).remainder(E).unique()"},
     "first_slot_only": {"select": "tok, slot = torch.where(ids[:, :1] == e)"},
     "wrong_slot": {"weigh": "y = y * weights[tok, 0, None]"},
+    "wrong_entry": {"weigh": "y = y * (F.one_hot(ids, E) * weights[..., None])[tok, slot, (e + 1) % E, None]"},
+    "complement": {"select": "tok, slot = torch.where(ids != e)\nh_count = tok.shape[0]"},
     "other_tokens": {"gather": "h = x[tok.flip(0)]"},
     "assigns": {"add": "out[tok] = y"},
     "all_but_last": {"over": "range(E - 1)"},
@@ -211,6 +247,7 @@ CUT_TWISTS: dict[str, dict[str, str]] = {
     "descending": {"order": "{}\nperm = ids.flatten().argsort(descending=True)\ntoken = perm // K\nrows = x[token]"},
     "other_counts": {"counts": "{}\ncounts = counts.flip(0)"},
     "other_routing": {"counts": "{}\ncounts = F.one_hot((-logits).topk(K)[1].flatten(), num_classes=E).sum(0)"},
+    "counts_of_a_slot": {"counts": "{}\ncounts = torch.bincount(ids[:, 0], minlength=E)"},
     "counts_changed": {"counts": "{}\ncounts[0] += counts[1]\ncounts[1] = 0"},
     "list_length": {"end": "out = out * len(outs)\n{}"},
     "list_first": {"end": "out = out + outs[0].sum()\n{}"},
@@ -244,6 +281,13 @@ class Loop:
     around_expert: str = "none"
     around_loop: str = "none"
     outside: bool = False
+    weigh: str = "pair"
+    between: str = "none"
+    counter: str = "none"
+    by_slot: bool = False
+    behind: bool = False
+    idle: bool = False
+    tokens: int = 5
 
     @property
     def text(self) -> str:
@@ -275,20 +319,26 @@ def _loop_parts(p: Loop) -> dict[str, str]:
     once, mask, slots_first = MASKS[p.mask]
     number = "e = e[0]" if p.over == "nonzero" else ""
     listed = p.over in ("range", "unique", "unique_list")
+    table, weight = ("", "weights[tok, k, None]") if p.by_slot else WEIGHS[p.weigh]
+    found = f"{'slot, tok' if slots_first else 'tok, slot'} = torch.where({mask})"
+    found = "tok = torch.where(ids[:, k] == e)[0]" if p.by_slot else found
+    skip = SKIPS[p.skip]
     return {
         "route": f"{_ROUTE}\n{IDS[p.ids]}".strip(),
         "hit": "" if listed else f"hit = {HITS[p.hit]}",
-        "before": f"out = {INITS[p.init]}\n{once}",
+        "between": BETWEEN[p.between],
+        "before": f"out = {INITS[p.init]}\n{once}\n{table}".rstrip(),
+        "slots": "for k in range(K):" if p.by_slot else "",
         "over": OVER[p.over],
         "head": "for e in {over}:",
         "cut": number,
-        "select": f"{'slot, tok' if slots_first else 'tok, slot'} = torch.where({mask})\nh_count = tok.shape[0]",
-        "skip": SKIPS[p.skip],
-        "gather": f"h = {GATHERS[p.gather]}",
-        "expert": f"y = {STORES[p.store]}",
-        "weigh": "y = y * weights[tok, slot, None]",
+        "select": f"{found}\nh_count = tok.shape[0]",
+        "skip": skip.replace("continue", f"\n    {IDLE}\n    continue") if p.idle else skip,
+        "gather": "h = x" if p.behind else f"h = {GATHERS[p.gather]}",
+        "expert": f"y = {STORES[p.store]}" + ("[tok]" if p.behind else ""),
+        "weigh": f"y = y * {weight}",
         "add": ADDS[p.add],
-        "after": "",
+        "after": COUNTERS[p.counter],
         "join": "",
         "end": "return out",
     }
@@ -307,6 +357,7 @@ def _cut_parts(p: Loop) -> dict[str, str]:
         "route": f"{_ROUTE}\n{IDS[p.ids]}".strip(),
         "counts": f"counts = {COUNTS[p.counts]}",
         "order": "perm = ids.flatten().argsort(stable=True)\ntoken = perm // K\nrows = x[token]\nscale = weights.flatten()[perm]",
+        "between": BETWEEN[p.between],
         "before": f"out = {INITS[p.init]}\nouts = []\nys = torch.zeros_like(rows)\n" + before,
         "offset": "start = 0",
         "head": head,
@@ -317,7 +368,7 @@ def _cut_parts(p: Loop) -> dict[str, str]:
         "expert": f"y = {STORES[p.store]}",
         "weigh": "" if whole else "y = y * scale[start:end, None]",
         "add": add,
-        "after": following,
+        "after": f"{COUNTERS[p.counter]}\n{following}".strip(),
         "join": join,
         "end": "return out",
     }
@@ -331,8 +382,8 @@ def _written(parts: dict[str, str]) -> str:
     expert = _under(parts["around_expert"], those("gather", "expert", "weigh"))
     inside = [*those(*selection), *expert, *those("rebind", "add", "after")]
     head = parts["head"].replace("{over}", parts.get("over", ""))
-    loop = _under(parts["around_loop"], _under(head, inside))
-    body = "\n".join([*those("route", "hit", "counts", "order", "before", "offset"), *loop, *those("join", "end")])
+    loop = _under(parts["around_loop"], _under(parts.get("slots", ""), _under(head, inside)))
+    body = "\n".join([*those("route", "between", "hit", "counts", "order", "before", "offset"), *loop, *those("join", "end")])
     return "def forward(self, x, logits):\n" + textwrap.indent(body, "    ") + "\n"
 
 
@@ -357,9 +408,13 @@ def twists(*, cut: bool) -> list[str]:
 def sensible(p: Loop) -> bool:
     """Whether the parts fit together: a twist that changes what is not there would be none."""
     twist = {**TWISTS, **LOOP_TWISTS, **CUT_TWISTS}[p.twist]
+    if not p.cut and not _fits(p, twist):
+        return False
     if p.init in LEAVES and (p.add != "index_add" or p.twist == "fades_in_place"):
         return False
     if p.cut:
+        if p.store == "parts" or (p.counter != "none" and p.cut not in ("tensor", "bounds")):
+            return False  # not fused: parts of sorted rows, and Python's numbers in counters
         if p.add in ("append", "fill") and (p.rebind != "none" or p.twist in ("weighs_twice", "unweighted")):
             return False
         joined = p.twist.startswith("list_") or "join" in twist
@@ -367,3 +422,19 @@ def sensible(p: Loop) -> bool:
     if p.gather == "counted" and (p.over != "range" or p.skip in ("no", "any")):
         return False  # without rows the other size is open, and only a branch on their number goes around that
     return not (("hit" in twist and p.over in ("range", "unique", "unique_list")) or p.add in ("append", "fill"))
+
+
+def _fits(p: Loop, twist: dict[str, str]) -> bool:
+    """Whether the parts of a loop that selects rows fit together."""
+    if p.mask in OF_WEIGHTS and (p.over != "range" or p.skip == "any"):
+        return False  # a chosen expert whose weights are zero has no rows
+    if p.by_slot and (p.over != "range" or p.mask != "equal" or p.weigh != "pair" or "weigh" in twist or "select" in twist):
+        return False
+    if p.tokens == 1 and p.over.startswith("unique"):
+        return False  # not fused
+    if p.behind and (p.gather != "index" or "gather" in twist):
+        return False
+    if p.weigh == "summed" and p.ids not in ("topk", "int32"):
+        return False  # a repeated id has two rows with the weights of both
+    rows = p.over == "range" and p.skip in ("numel", "len", "shape")
+    return not p.idle or (rows and p.init not in LEAVES and p.add != "index_add" and p.store == "modules")

@@ -43,6 +43,12 @@ class Layer(nn.Module):
         gate, up = F.linear(x, self.w_in[e]).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, self.w_out[e])
 
+    def in_parts(self, e: int | Tensor, x: Tensor) -> Tensor:
+        """The expert, its last projection in slices of the weight."""
+        expert = self.experts[e]  # type: ignore[index]
+        h = F.silu(expert.gate(x)) * expert.up(x)  # type: ignore[operator]
+        return torch.cat([F.linear(h, part) for part in expert.down.weight.split(H // 2, dim=0)], dim=-1)  # type: ignore[operator, union-attr]
+
     def hits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(mask [E, K, T], which experts have tokens [E])."""
         mask = F.one_hot(ids, num_classes=E).permute(2, 1, 0)
