@@ -195,3 +195,23 @@ def test_gradients() -> None:
     compiled = Compiled(layer)
     compiled.check_gradients(torch.randn(5, H), layer.router.weight, layer.w1, layer.w2)
     assert len(compiled.report.fused) == 1, str(compiled.report)
+
+
+class Distributions(Layer):
+    """Experts that give logarithms of probabilities, over their features or (which mixes rows) over the tokens."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(lambda a: a.out + a.z)
+        self.dim = dim
+
+    def expert(self, e: int, x: Tensor) -> Tensor:
+        return F.log_softmax(super().expert(e, x), dim=self.dim)
+
+
+@pytest.mark.parametrize(("dim", "fused"), [(-1, True), (0, False)])
+def test_logarithms_of_probabilities(dim: int, fused: bool) -> None:
+    layer = Distributions(dim)
+    compiled = Compiled(layer)
+    compiled.check(torch.randn(5, H))
+    compiled.check_gradients(torch.randn(5, H), layer.router.weight, layer.w1, layer.w2)
+    assert bool(compiled.report.fused) == fused, str(compiled.report)

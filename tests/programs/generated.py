@@ -413,6 +413,8 @@ def sensible(p: Loop) -> bool:
     if p.init in LEAVES and (p.add != "index_add" or p.twist == "fades_in_place"):
         return False
     if p.cut:
+        if p.tokens == 1 and (p.twist != "none" or p.ids != "topk"):
+            return False  # where such a graph breaks, torch's own Dynamo fails on the sizes of its rest
         if p.store == "parts" or (p.counter != "none" and p.cut not in ("tensor", "bounds")):
             return False  # not fused: parts of sorted rows, and Python's numbers in counters
         if p.add in ("append", "fill") and (p.rebind != "none" or p.twist in ("weighs_twice", "unweighted")):
