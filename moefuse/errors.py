@@ -79,6 +79,9 @@ _HELD_BEFORE = (
 )
 """``mutation`` where one graph would compute gradients of other values than the program."""
 
+_GAINS = "gradients of what is written to {name} would reach from {into} into this one, and it outlives the call: detach what is added"
+"""``mutation`` where a statistic that nobody has detached is written to a buffer."""
+
 _INTO = "expert rows are put together with {into} here; what moefuse reads is a sum: what stood at the tokens of these rows, and the rows"
 """``not-combined`` where rows are computed from what stands where they are put."""
 
@@ -128,7 +131,7 @@ def _text(code: str, details: Mapping[str, object]) -> str:
 _BY_DETAIL: dict[str, dict[str, str]] = {
     "not-faster": {"count": _LOOPED},
     "missing-experts": {"detail": _NOT_ALL, "times": _SEVERAL},
-    "mutation": {"before": _HELD_BEFORE, "where": _MADE_IN},
+    "mutation": {"into": _GAINS, "before": _HELD_BEFORE, "where": _MADE_IN},
     "not-combined": {"into": _INTO, "by": _BY, "choices": _OVERWRITTEN, "ways": _BOTH_WAYS},
     "no-rule": {"argument": _UNREAD, "how": _HOW, "behind": _BEHIND, "known": _OTHERWISE},
 }

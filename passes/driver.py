@@ -26,6 +26,7 @@ from moefuse.passes.graph.applied import Functions, opened
 from moefuse.passes.graph.assumptions import Assumption, Undischarged, erase_dummies
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import location, module_path, steps, traced_path
+from moefuse.passes.graph.masked_totals import under_masks
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.sharded import merge, sweep
 from moefuse.passes.graph.siblings import keep
@@ -167,6 +168,7 @@ def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, 
 
 def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run, functions: Functions) -> bool:
     merge(gm.graph)
+    totals = under_masks(gm.graph)
     ctx, taken = standing(gm.graph, _given(gm.graph, run.assumptions, run.options.quantised != "off"), interpreted)
     ctx.scratch(Functions).found = functions.found
     before = effects(ctx)
@@ -182,7 +184,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run, functions: F
     counted = bool(fused) and as_tensors(ctx)
     if run.assumptions:
         _discharge(ctx, run, claims, fused)
-    elif counted:
+    elif counted or totals.found:
         dce.erase(ctx, set())
     run.result.notes += quietly(_notes, ctx, fused, run.assumptions, otherwise=list)
     run.result.notes += one_kernel(gm.graph, run.options) if fused else []
@@ -193,6 +195,8 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run, functions: F
     if fused or run.assumptions:
         _compare(ctx, before)
     functions.close(gm, ctx.now)
+    if not fused:
+        totals.undo()
     return bool(fused) or bool(run.assumptions) or bool(functions.found)
 
 

@@ -42,14 +42,16 @@ def _old_values(frame: Frame, gm: torch.fx.GraphModule, result: Any) -> Skipped 
     """Have gradients see what inputs were before a graph of ours writes to them; why they cannot."""
     from moefuse.passes.graph.calls import location, module_path
     from moefuse.passes.graph.named import named
-    from moefuse.passes.lower.old_values import keep
+    from moefuse.passes.lower.old_values import gains_gradients, keep
 
     if not torch.is_grad_enabled() or not (result.fused or frame.joins(environment())):
         return None
-    node = keep(gm, result.written)
+    node, detail = gains_gradients(result.written), {"into": "the next call"}
+    if node is None:
+        node, detail = keep(gm, result.written), {"before": "what else lies in its memory"}
     if node is None:
         return None
-    text = message("mutation", {"name": named(node), "before": "what else lies in its memory"})
+    text = message("mutation", {"name": named(node), **detail})
     return Skipped("mutation", text, module_path(result.written[node]), location(result.written[node]))
 
 

@@ -29,6 +29,21 @@ def keep(gm: GraphModule, inputs: Collection[Node]) -> Node | None:
     return None
 
 
+def gains_gradients(inputs: Collection[Node]) -> Node | None:
+    """An input of a graph that keeps, behind the call, what the graph has computed with gradients: a statistic nobody has detached.
+
+    Where such a value is written outside of the graph, backward of a later call does not look at it unless it is asked for.
+    """
+    for node in inputs:
+        given = node.meta.get("grapharg")
+        value, example = tensor(node), None if given is None else given.example
+        if value is None or not value.requires_grad or not isinstance(example, torch.Tensor):
+            continue
+        if not example.requires_grad or (not example.is_leaf and "_buffers_" in str(node.target)):
+            return node
+    return None
+
+
 def _keys(node: Node) -> set[int]:
     """The memory of a node's tensors."""
     return {_torch_private.storage_key(t) for t in tensors_in(fake(node))}
@@ -93,4 +108,4 @@ def _work_on_a_copy(gm: GraphModule, node: Node) -> None:
         gm.graph.call_method("copy_", (node, own)).meta = {"example_value": fake(node)}
 
 
-__all__ = ["keep"]
+__all__ = ["gains_gradients", "keep"]

@@ -153,7 +153,8 @@ def _fraction(ctx: Context, number: Node) -> Node | None:
         return None
     if call.name == "item":
         emit = Emitter(ctx.graph, number.next, call.args[0], {})
-        result = emit(torch.Tensor.to, emit(torch.Tensor.reshape, call.args[0], ()), torch.float64, copy=True)
+        value = emit(torch.detach, call.args[0]) if fake(call.args[0]).requires_grad else call.args[0]  # gradients end in a number
+        result = emit(torch.Tensor.to, emit(torch.Tensor.reshape, value, ()), torch.float64, copy=True)
     else:
         parts = [tensor_of(ctx, a) if isinstance(a, Node) and _number(a) is not None else a for a in call.args]
         sizes = [a for a in call.args if isinstance(fake(a), torch.SymInt) and _number(a) is None]

@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from moefuse.passes.graph.calls import Call, tensor
+from moefuse.passes.graph.masked_totals import STATISTIC
 from moefuse.passes.graph.named import named, placed
 from moefuse.passes.graph.op_classes import METADATA
 from moefuse.passes.infer.state import ComputedDimError, Context, Given, out_shape, shows_the_same
@@ -45,7 +46,7 @@ def _interpret(graph: Graph, given: Given | None, ends: frozenset[Node]) -> Cont
     ctx = Context(graph, given)
     for node in graph.nodes:
         call = ctx.calls[node]
-        if call is None:
+        if call is None or node.meta.get(STATISTIC):
             continue
         refine(ctx.sizes, node)
         fact = _visit(ctx, node, call)

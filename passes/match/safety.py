@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from moefuse.ops.meaning.held import holds
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.masked_totals import STATISTIC
 from moefuse.passes.graph.modes import autocast_dtype
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import COPIES, LOOKS_AT, SIZE_QUERIES
@@ -239,6 +240,8 @@ def _modes(ctx: Context, region: Region) -> Lost | None:
         value, fact = tensor(node), ctx.facts.get(node)
         counts = isinstance(fact, Counts | Hit | Span | Sorted | Range | Fill) or (isinstance(fact, Mask) and fact.weight is None)
         if value is None or not value.dtype.is_floating_point or counts or (isinstance(fact, Table) and fact.ones):
+            continue
+        if node.meta.get(STATISTIC):
             continue
         here = ctx.mode[node]
         # A view or a cast computes the same under every autocast.
