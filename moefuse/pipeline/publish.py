@@ -37,7 +37,7 @@ def publish(report: FusionReport, options: Options, owner: object | None = None)
     quietly(_log, report)
     left = [skipped for skipped in report.skipped if skipped.code not in USER_DECIDED]
     call, owner = _torch_private.running_call(), _torch_private.torch_compile_call() if owner is None else owner
-    waiting = [s for s in left if s.given_up and may_wait(s)] if call is not None and owner is not None else []
+    waiting = [s for s in left if s.given_up and quietly(may_wait, s, otherwise=False)] if call is not None and owner is not None else []
     models = quietly(_models, otherwise=())
     for skipped in waiting:
         call.at_end(f"moefuse: {skipped}", functools.partial(_publish_left, skipped, owner, options, models))  # type: ignore[union-attr]
