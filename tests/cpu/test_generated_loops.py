@@ -71,6 +71,7 @@ def cut_loops(twists: st.SearchStrategy[str], ids: st.SearchStrategy[str] = PLAI
         Loop,
         cut=some(generated.CUTS),
         counts=some(generated.COUNTS),
+        order=some(generated.ORDERS),
         skip=some(generated.CUT_SKIPS),
         rows=some(generated.ROWS),
         add=st.sampled_from([*sorted(generated.ADDS), "append", "append", "fill"]),

@@ -178,6 +178,15 @@ CUTS = {
 }
 """Before the loop; its head; where an expert's slots begin and end; what the next expert needs."""
 
+ORDERS = {
+    "argsort": "perm = ids.flatten().argsort(stable=True)\ntoken = perm // K\nrows = x[token]\nscale = weights.flatten()[perm]",
+    "lists": (
+        "found = [torch.where(ids == e) for e in range(E)]\ntoken = torch.cat([f[0] for f in found])\n"
+        "slot = torch.cat([f[1] for f in found])\nrows = x[token]\nscale = weights[token, slot]"
+    ),
+}
+"""How slots come to stand expert by expert."""
+
 CUT_SKIPS = {"no": "", "zero": "if n == 0: continue", "some": "if not n > 0: continue"}
 
 ROWS = {"rows": "rows[start:end]", "tokens": "x[token[start:end]]", "slots": "x[perm[start:end] // K]"}
@@ -272,6 +281,7 @@ class Loop:
     gather: str = "index"
     add: str = "index_add_"
     counts: str = "one_hot"
+    order: str = "argsort"
     rows: str = "rows"
     store: str = "stacked"
     twist: str = "none"
@@ -356,7 +366,7 @@ def _cut_parts(p: Loop) -> dict[str, str]:
     return {
         "route": f"{_ROUTE}\n{IDS[p.ids]}".strip(),
         "counts": f"counts = {COUNTS[p.counts]}",
-        "order": "perm = ids.flatten().argsort(stable=True)\ntoken = perm // K\nrows = x[token]\nscale = weights.flatten()[perm]",
+        "order": ORDERS[p.order],
         "between": BETWEEN[p.between],
         "before": f"out = {INITS[p.init]}\nouts = []\nys = torch.zeros_like(rows)\n" + before,
         "offset": "start = 0",
@@ -419,6 +429,8 @@ def sensible(p: Loop) -> bool:
             return False  # not fused: parts of sorted rows, and Python's numbers in counters
         if p.add in ("append", "fill") and (p.rebind != "none" or p.twist in ("weighs_twice", "unweighted")):
             return False
+        if p.order != "argsort" and (p.add in ("append", "fill") or p.rows == "slots" or "order" in twist):
+            return False  # there is no permutation
         joined = p.twist.startswith("list_") or "join" in twist
         return not ((joined and p.add != "append") or (p.rows != "rows" and p.twist == "starts_late"))
     if p.gather == "counted" and (p.over != "range" or p.skip in ("no", "any")):

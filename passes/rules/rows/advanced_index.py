@@ -17,6 +17,8 @@ from moefuse.passes.ir.facts import (
     Entries,
     Fact,
     Index,
+    Listed,
+    Lost,
     Mask,
     Range,
     Rows,
@@ -33,6 +35,7 @@ from moefuse.passes.rules.rows.boolean_mask import by_any_mask, by_wide_mask
 from moefuse.passes.rules.rows.by_rows import by_rows, range_by_order, with_none
 from moefuse.passes.rules.rows.index import pick, stacked
 from moefuse.passes.rules.rows.leaves import own_row, slot_value, token
+from moefuse.passes.rules.rows.listed import as_list, items
 
 _ALL = slice(None, None, None)
 
@@ -77,6 +80,8 @@ def _of_base(ctx: Context, node: Node, x: Node, items: list[Any], base: Any) -> 
     plain = not [t for t in tail if t != _ALL]
     if isinstance(first, Index):
         return by_rows(ctx, node, x, base, first.selection, [first, *tail])
+    if isinstance(first, Listed):
+        return by_list(ctx, node, x, base, first, indices)
     if isinstance(first, SlotMask):
         return slot_masks.picked(ctx, base, first) if isinstance(base, Rows) and not tail else None
     if isinstance(first, Mask | Table):
@@ -96,6 +101,20 @@ def _of_base(ctx: Context, node: Node, x: Node, items: list[Any], base: Any) -> 
     if isinstance(first, View) and isinstance(base, View) and is_integer(items[0]) and plain:
         return by_ids(ctx, base, first)
     return None
+
+
+def by_list(ctx: Context, node: Node, x: Node, base: Any, first: Listed, indices: list[Any]) -> Listed | Lost | None:
+    """``x[torch.cat(toks)]``, ``w[torch.cat(toks), torch.cat(slots)]``: what each expert takes, one behind the other."""
+    if any(isinstance(f, Fact) and not (isinstance(f, Listed) and len(f.items) == len(first.items)) for f in indices):
+        return None
+    found = []
+    for i, item in enumerate(items(first)):
+        own = [items(f)[i] if isinstance(f, Listed) else f for f in indices]
+        taken = by_rows(ctx, node, x, base, item.selection, own) if isinstance(item, Index) else None
+        if not isinstance(taken, Rows | Index):
+            return taken if isinstance(taken, Lost) else None
+        found.append(taken)
+    return as_list(node, first, found)
 
 
 def by_ids(ctx: Context, base: View, ids: View) -> Any:

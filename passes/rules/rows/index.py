@@ -22,6 +22,7 @@ from moefuse.passes.ir.facts import (
     Hit,
     Index,
     IndexMatrix,
+    Listed,
     Lost,
     Many,
     Mask,
@@ -37,6 +38,7 @@ from moefuse.passes.ir.facts import (
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import slot_masks, sparse_entries
 from moefuse.passes.rules.routing.offsets import picked
+from moefuse.passes.rules.rows import listed
 from moefuse.passes.rules.sums import segments
 
 _ALL = slice(None, None, None)
@@ -197,6 +199,8 @@ def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
     """A slice of a dimension: nothing, one expert's column, or some features."""
     axis = fact.axes[dim]
     if dim == 0 and item.step is None and any(isinstance(v, Node) for v in (item.start, item.stop)):
+        if isinstance(fact, Listed):
+            return listed.of_bounds(ctx, node, fact, item.start, item.stop)
         return segments.of_bounds(ctx, node, fact, item.start, item.stop) if segments.is_sorted(fact) else None
     if item == _ALL or (
         same(extent(axis), 1) and not isinstance(item.start, RowNumber) and item.start in (None, 0) and item.step in (None, 1)
@@ -277,8 +281,11 @@ def on_split(ctx: Context, node: Node, x: Node, sizes: Any, dim: int = 0) -> Any
     if not isinstance(fact, Fact) or isinstance(fact, Sum):
         return None
     if isinstance(sizes, tuple | list) and any(isinstance(s, Node) for s in sizes):
-        first = normalize(dim, len(fact.axes)) == 0
-        return segments.of_sizes(ctx, node, fact, sizes) if first and segments.is_sorted(fact) else None
+        if normalize(dim, len(fact.axes)) != 0:
+            return None
+        if isinstance(fact, Listed):
+            return listed.of_sizes(ctx, node, fact, sizes)
+        return segments.of_sizes(ctx, node, fact, sizes) if segments.is_sorted(fact) else None
     total = extent(fact.axes[normalize(dim, len(fact.axes))])
     if isinstance(sizes, int) and isinstance(total, int):
         sizes = [min(sizes, total - i) for i in range(0, total, sizes)]

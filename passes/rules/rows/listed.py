@@ -1,7 +1,7 @@
 """Experts' rows, and where they belong, collected in lists: ``torch.cat(ys)`` added to the tokens ``torch.cat(toks)`` in one go.
 
 The rows of the experts come one expert after the other, whatever order the experts were visited in. So what lines up item by item is one
-expert's rows beside the same expert's row numbers.
+expert's rows beside the same expert's row numbers. ``x[torch.cat(toks)].split([len(t) for t in toks])`` takes them apart again.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.passes.graph.sizes import same
+from moefuse.passes.graph.calls import fake
+from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.infer.operands import fits, joined, scalar
-from moefuse.passes.infer.state import Context, out_shape
+from moefuse.passes.infer.state import Context, as_size, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, extent
 from moefuse.passes.ir.expr import Expr, Op
-from moefuse.passes.ir.facts import Index, Listed, Part, Rows, Selection
+from moefuse.passes.ir.facts import Index, Listed, Lost, Many, Part, RowNumber, Rows, Selection, Span
+from moefuse.passes.rules.routing.offsets import bound
 from moefuse.passes.rules.rows.leaves import row_domain
 
 
@@ -55,6 +57,56 @@ def items(fact: Listed) -> list[Any]:
 
 def _own(axes: Axes, rows: Atom) -> Axes:
     return tuple(tuple(rows if a.kind == "r" else a for a in axis) for axis in axes)
+
+
+def as_list(node: Node, like: Listed, found: list[Any]) -> Listed | None:
+    """What was found for each item of a list, as a list as long; None if it is not of one kind."""
+    if any(_selection(f) is None or type(f) is not type(found[0]) or _rest(f) != _rest(found[0]) for f in found):
+        return None
+    whole = _own(found[0].axes, Atom("r", 0, out_shape(node)[0]))
+    own = (f.with_axes(_own(f.axes, item.axes[0][0])) for f, item in zip(found, like.items, strict=True))
+    return Listed(whole, tuple(own))
+
+
+def of_sizes(ctx: Context, node: Node, fact: Listed, sizes: Any) -> Many | Lost | None:
+    """``xs.split([len(t) for t in toks])``: the items again."""
+    values, own = fake(node), items(fact)
+    if not isinstance(values, tuple | list) or len(sizes) != len(own) or not all(map(_is_length, [ctx] * len(own), own, sizes)):
+        return _unknown(ctx, node, fact)
+    return Many(tuple(item.with_axes(_own(item.axes, Atom("r", 0, shape_of(v)[0]))) for item, v in zip(own, values, strict=True)))
+
+
+def of_bounds(ctx: Context, node: Node, fact: Listed, start: Any, stop: Any) -> Any:
+    """``xs[start:stop]``, where the experts stand in order."""
+    low, high = bound(ctx, start), bound(ctx, stop) if stop is not None else None
+    if low is None or high is None or high[0] is None or high[1] != low[1] + 1 or low[0] not in (None, high[0]):
+        return _unknown(ctx, node, fact)
+    before = fact.items[: high[1]]
+    if len(before) < high[1] or not all(_has_slots(item, Span((), high[0], e, e + 1)) for e, item in enumerate(before)):
+        return _unknown(ctx, node, fact)
+    item = items(fact)[low[1]]
+    return item.with_axes(_own(item.axes, Atom("r", 0, out_shape(node)[0])))
+
+
+def _is_length(ctx: Context, item: Rows | Index, size: Any) -> bool:
+    """Whether a number is how many rows an item of a list has."""
+    known, number = as_size(size) if isinstance(size, Node) else None, ctx.fact(size)
+    return (known is not None and same(known, extent(item.axes[0]))) or (isinstance(number, Span) and _has_slots(item, number))
+
+
+def _has_slots(item: Rows | Index, number: Span) -> bool:
+    """Whether a number of slots is that of an item's expert, which has a row for each of them."""
+    chosen = _selection(item)
+    if chosen is None or chosen.routing is not number.routing or isinstance(chosen.expert, RowNumber):
+        return False
+    # A token with one expert twice has two slots of it and one row.
+    by_slot = chosen.slot is None and (not chosen.by_token or chosen.routing.distinct)
+    return by_slot and (number.start, number.stop) == (chosen.expert, chosen.expert + 1)
+
+
+def _unknown(ctx: Context, node: Node, fact: Listed) -> Lost | None:
+    text = "the rows are cut where no expert's rows are known to end"
+    return ctx.lost("tokens-differ", node, detail=text) if isinstance(fact.items[0], Rows) else None
 
 
 def product(node: Node, name: str, a: Any, b: Any) -> Listed | None:
