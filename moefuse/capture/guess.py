@@ -131,13 +131,19 @@ def from_table(node: Node | None) -> bool:
 
 
 def choices(ids: Any) -> int | None:
-    """How many experts the router chose from, where ids are views of the places of the best scores; None if that is not known."""
+    """How many experts the router chose from, where ids are views of the places of the best scores; None if that is not known.
+
+    Where they are the first of the places of a map [E, T], there are as many as rows of it.
+    """
     for _ in range(8):
         if not isinstance(ids, Node) or ids.op not in ("call_method", "call_function") or not ids.args:
             return None
         name, first = _name(ids), ids.args[0]
         if name == "argmax":
             return _chosen_among(ids)
+        rows = _rows(first, ids.args[1]) if name == "getitem" and isinstance(first, Node) else None
+        if rows is not None:
+            return rows
         pair = first if name == "getitem" and isinstance(first, Node) and _name(first) in ("topk", "sort", "max") else None
         if pair is not None and ids.args[1] == 1:
             return _chosen_among(pair)
@@ -147,6 +153,16 @@ def choices(ids: Any) -> int | None:
             return None
         ids = first if pair is None else pair.args[0]
     return None
+
+
+def _rows(places: Node, index: Any) -> int | None:
+    """How many rows a map has, if an index takes those numbers out of its places (``where(map)[0]``, ``map.nonzero()[:, 0]``)."""
+    listed = _name(places) in ("where", "nonzero", "nonzero_numpy", "argwhere") and bool(places.args)
+    chosen = _value(places.args[0]) if listed and isinstance(places.args[0], Node) else None
+    first = index == 0 if isinstance(_value(places), tuple | list) else index in ((slice(None), 0), (Ellipsis, 0))
+    if not first or not isinstance(chosen, torch.Tensor) or chosen.dim() < 2 or (_name(places) == "where" and len(places.args) > 1):
+        return None
+    return chosen.shape[0] if isinstance(chosen.shape[0], int) else None
 
 
 def end(mask: Node) -> int:

@@ -44,7 +44,7 @@ NO_MASKS: list[Function] = [
     lambda ids: ids > 1,  # several experts at once
     lambda ids: ids == ids.flip(0),
     lambda ids: ids == call(torch.arange, ids, K),  # slot k chose expert k: the numbers run along the slots
-    lambda ids: ids.float() == 1.0,
+    lambda ids: ids.float() == 1.5,
     lambda x: x == 1,
 ]
 
@@ -58,6 +58,92 @@ def test_not_equal_is_the_opposite_mask() -> None:
     fact = fact_of(lambda ids: ids != 1)
     assert isinstance(fact, Mask)
     assert fact.negated
+
+
+@pytest.mark.parametrize(
+    ("function", "axes"),
+    [
+        (lambda ids: ids.float() == 1, "t k"),
+        (lambda ids: ids.float() == 1.0, "t k"),
+        (lambda ids: ids.t().double().flatten() == 1, "kt"),
+        (lambda ids: ids.half().t() == 1, "k t"),
+        (lambda ids: ids.float().unsqueeze(-1) == call(torch.arange, ids, E), "t k e"),
+        (lambda scores: scores.topk(K)[1].to(torch.uint8) == 1, "t k"),
+    ],
+)
+def test_ids_in_another_dtype(function: Function, axes: str) -> None:
+    fact = fact_of(function)
+    assert isinstance(fact, Mask)
+    assert letters(fact.axes) == axes
+
+
+def added_to(ids: Any) -> Any:
+    floats = ids.float()
+    floats += 1
+    return floats
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda ids: ids.to(torch.uint8) == 1,  # 257 is 1, too
+        lambda ids: ids.bool() == 1,
+        lambda ids: ids.half() == 2048,  # 2049 is 2048, too
+        lambda ids: ids.float() == 0.5,
+        lambda ids: added_to(ids) == 1,
+        lambda weights: weights.half().float() == 1,  # no ids
+    ],
+)
+def test_what_a_dtype_does_not_tell(function: Function) -> None:
+    assert fact_of(function) is None
+
+
+ABOVE: list[tuple[Function, float]] = [
+    (lambda ids, weights: (ids[:, 1] == 2) & (weights[:, 1] > 0.25), 0.25),
+    (lambda ids, weights: (weights[:, 1] >= 0.25) & (ids[:, 1] == 2), math.nextafter(0.25, 0)),
+    (lambda scores: (scores.topk(K)[1] == 2).any(-1) & (scores[:, 2] > 0.25), 0.25),
+]
+
+
+@pytest.mark.parametrize(("function", "least"), ABOVE)
+def test_a_condition_beside_one_expert(function: Function, least: float) -> None:
+    """The next lower number of 32 bits, where the bound itself is enough."""
+    fact = fact_of(function)
+    assert isinstance(fact, Table)
+    assert (letters(fact.axes), fact.expert, fact.ones) == ("t", 2, True)
+    assert fact.routing.above == pytest.approx(least, abs=1e-7)
+    assert fact.routing.by_slot == (fact.slot is not None)
+    assert (fact.routing.above < 0.25) == (least < 0.25)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda ids, weights: (ids[:, 1] == 2) & (weights[:, 0] > 0.25),
+        lambda ids, weights: (ids[:, 1] == 2) & (weights[:, 1] > -0.25),  # a table's zeros would be above it
+        lambda ids, weights: (ids[:, 1] == 2) & (weights[:, 1] >= 0),
+        lambda ids, weights: (ids[:, 1] == 2) & (weights[:, 1] < 0.25),
+        lambda ids, weights: (ids[:, 1] == 2) & (weights.half()[:, 1] >= 0.3),  # nobody knows what 0.3 is in 16 bits
+        lambda ids, weights: (ids[:, 1] != 2) & (weights[:, 1] > 0.25),
+    ],
+)
+def test_a_condition_that_says_something_else(function: Function) -> None:
+    assert fact_of(function) is None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda scores: (scores.topk(K)[1] == 2).any(-1) & (scores[:, 1] > 0.25),  # the score of another expert
+        lambda ids, scores: (ids == 2).any(-1) & (scores[:, 2] > 0.25),  # an id may be twice in a token, or beyond the scores
+        lambda scores: (scores.topk(K)[1] == 2).any(-1) & (scores.half()[:, 2] >= 0.3),
+    ],
+)
+def test_a_condition_on_tokens_is_of_this_expert_only(function: Function) -> None:
+    """Whether a token is valid is one value for all experts; that these differ is found when the sum is complete."""
+    fact = fact_of(function)
+    assert isinstance(fact, Table)
+    assert (fact.routing.kept, fact.routing.valid is not None) == (None, True)
 
 
 @pytest.mark.parametrize(

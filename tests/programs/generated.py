@@ -56,6 +56,8 @@ WITHIN = ("topk", "remainder", "modulo", "clamped", "bool", "int32")
 MASKS = {
     "one_hot": ("mask = F.one_hot(ids, num_classes=E).permute(2, 1, 0)", "mask[e]", True),
     "equal": ("", "ids == e", False),
+    "float": ("numbers = ids.float()", "numbers == e", False),
+    "byte": ("", "ids.to(torch.uint8) == e", False),
     "equal_all": ("mask = ids[..., None] == torch.arange(E)", "mask[..., e]", False),
     "weighed": ("", "(ids == e) & (weights > 0)", False),
     "entries": ("mask = F.one_hot(ids, E).to(weights.dtype) * weights[..., None]", "mask[:, :, e]", False),
@@ -180,6 +182,15 @@ CUTS = {
 
 ORDERS = {
     "argsort": "perm = ids.flatten().argsort(stable=True)\ntoken = perm // K\nrows = x[token]\nscale = weights.flatten()[perm]",
+    "map": (
+        "gates = x.new_zeros(len(x), E)\nexpert, token = torch.where(gates.scatter(1, ids, 1.0).bool().T)\n"
+        "rows = x[token]\nscale = gates.scatter(1, ids, weights.to(x.dtype))[token, expert]"
+    ),
+    "map_counted": (
+        "gates = x.new_zeros(len(x), E)\nexpert, token = torch.where(gates.scatter(1, ids, 1.0).bool().T)\n"
+        "counts = torch.bincount(expert, minlength=E)\n"
+        "rows = x[token]\nscale = gates.scatter(1, ids, weights.to(x.dtype))[token, expert]"
+    ),
     "lists": (
         "found = [torch.where(ids == e) for e in range(E)]\ntoken = torch.cat([f[0] for f in found])\n"
         "slot = torch.cat([f[1] for f in found])\nrows = x[token]\nscale = weights[token, slot]"
@@ -431,6 +442,8 @@ def sensible(p: Loop) -> bool:
             return False
         if p.order != "argsort" and (p.add in ("append", "fill") or p.rows == "slots" or "order" in twist):
             return False  # there is no permutation
+        if p.order == "map_counted" and "counts" in twist:
+            return False  # they are replaced
         joined = p.twist.startswith("list_") or "join" in twist
         return not ((joined and p.add != "append") or (p.rows != "rows" and p.twist == "starts_late"))
     if p.gather == "counted" and (p.over != "range" or p.skip in ("no", "any")):

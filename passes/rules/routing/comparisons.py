@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch.fx import Node
@@ -14,7 +13,7 @@ from moefuse.passes.ir.axes import Atom, Axes
 from moefuse.passes.ir.facts import Column, Counts, Hit, Mask, Range, Rows, Sorted, Span, Table
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import slot_masks, sparse_entries
-from moefuse.passes.rules.routing.ids import is_integer, role_axes
+from moefuse.passes.rules.routing.ids import as_ids, role_axes
 from moefuse.passes.rules.routing.masks import on_not, settled, slot_table
 from moefuse.passes.rules.routing.nonempty import compared
 from moefuse.passes.rules.routing.offsets import compared_spans
@@ -40,7 +39,8 @@ def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Any:
         return on_not(ctx, node, a) if (b in (0, False)) != negated else ctx.fact(a)
     if isinstance(fact, Range) and isinstance(b, Node):
         a, b = b, a
-    view = ctx.view(a) if is_integer(a) else None
+    b = int(b) if isinstance(b, float) and b.is_integer() and 0 <= b < 1 << 11 else b  # ``ids.float() == 1.0``, exact in any float
+    view = as_ids(ctx, a, _highest(ctx, b)) if isinstance(a, Node) else None
     if isinstance(view, Column):
         return _of_slot(ctx, node, view, b, negated)
     routing = routing_of(ctx, view) if view is not None else None
@@ -51,6 +51,14 @@ def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Any:
         return settled(ctx, node, Mask(axes, routing, b, negated=negated))
     merged = _beside_numbers(axes, ctx.fact(b))
     return None if merged is None else settled(ctx, node, Mask(merged, routing, None, negated=negated))
+
+
+def _highest(ctx: Context, other: Any) -> int:
+    """One more than the highest number that ids are compared with; none of a dtype where nobody knows it."""
+    if isinstance(other, int):
+        return max(ctx.members(other)) + 1
+    fact = ctx.fact(other)
+    return fact.size if isinstance(fact, Range) and isinstance(fact.size, int) else 1 << 62
 
 
 def _beside_numbers(axes: Axes, numbers: Any) -> Axes | None:
@@ -82,8 +90,8 @@ def on_bound(ctx: Context, node: Node, x: Any, bound: Any) -> Any:
         tells = isinstance(bound, int | float) and {"gt": 0 <= bound < 1, "ge": 0 < bound <= 1}.get(name, False)
         return fact if tells and not fact.negated else None  # ``one_hot(ids, E) > 0``
     if isinstance(fact, Mask | Table):
-        number = isinstance(bound, int | float) and 0 <= bound < math.inf
-        return sparse_entries.compared(ctx, node, fact, above=float(bound)) if name == "gt" and number else None
+        above = sparse_entries.above(x, name, bound)
+        return None if above is None else sparse_entries.compared(ctx, node, fact, above=above)
     if isinstance(fact, Span) and isinstance(bound, Node):
         return compared_spans(ctx, name, x, bound)
     return compared(fact, name, bound)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,15 +10,47 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.graph.sizes import product, same, shape_of
-from moefuse.passes.infer.state import out_shape
-from moefuse.passes.ir.axes import Atom, Axes, Axis, extent
-from moefuse.passes.ir.facts import Routing, View
+from moefuse.passes.infer.ranges import holds
+from moefuse.passes.infer.state import Context, out_shape
+from moefuse.passes.ir.axes import Atom, Axes, Axis, atoms, extent
+from moefuse.passes.ir.facts import Column, Routing, View
 
 
 def is_integer(node: object) -> bool:
     """Whether a node is an integer tensor."""
     value = tensor(node)
     return value is not None and value.dtype in (torch.int64, torch.int32)
+
+
+def as_ids(ctx: Context, node: Node, highest: int) -> View | None:
+    """The view of ids that a tensor is, perhaps in another dtype, in which 0 to ``highest`` are themselves and nothing else is."""
+    view, value = ctx.view(node), tensor(node)
+    if view is None or value is None or is_integer(node):
+        return view
+    if value.dtype == torch.bool or not holds(value.dtype, (0, highest)):
+        return None
+    if not value.dtype.is_floating_point:  # whose cast is known to keep every id, where it is a view of them
+        return view if is_integer(view.base.root if isinstance(view, Column) else view.root) else None
+    return _uncast(ctx, view)
+
+
+def _uncast(ctx: Context, view: View) -> View | None:
+    """A view of floats as one of the integers that these were; what is too high for a float stays above what it can hold."""
+    if isinstance(view, Column):
+        base = _uncast(ctx, view.base)
+        return replace(view, base=base) if type(base) is View else None
+    call = ctx.calls.get(view.root)
+    source = call.args[0] if call is not None and call.name == "to" and call.args and ctx.storage[view.root] not in ctx.writes else None
+    own, before = ctx.view(view.root), ctx.view(source)
+    if not isinstance(source, Node) or own is None or before is None or not is_integer(source):
+        return None
+    if isinstance(before, Column):
+        return before if view.axes == own.axes else None
+    made, old = list(atoms(own.axes)), list(atoms(before.axes))
+    if len(made) != len(old) or not all(a.kind == b.kind == "d" and same(a.size, b.size) for a, b in zip(made, old, strict=True)):
+        return None
+    names = {a.index: b for a, b in zip(made, old, strict=True)}
+    return replace(view, root=before.root, axes=tuple(tuple(names[a.index] if a.kind == "d" else a for a in axis) for axis in view.axes))
 
 
 def role_axes(view: View, routing: Routing) -> Axes | None:

@@ -7,16 +7,20 @@ translations to PyTorch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
+from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.op_classes import KEEPS_SIGN, NEVER_NEGATIVE
+from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
-from moefuse.passes.ir.axes import Atom, Axes, Axis
+from moefuse.passes.ir.axes import Atom, Axes, Axis, fresh
 from moefuse.passes.ir.expr import Gate
-from moefuse.passes.ir.facts import Domain, Entries, Many, Mask, Order, Picked, Routing, Rows, Sorted, Table
+from moefuse.passes.ir.facts import Domain, Entries, Many, Mask, Order, Picked, Routing, Rows, Sorted, Table, View
 from moefuse.passes.rules.routing.ids import is_slot_weight
 
 
@@ -43,9 +47,19 @@ def kept(ctx: Context, found: Mask | Table, *, above: float | None) -> Routing |
         node = weight.root if weight is not None and is_slot_weight(weight, old) else None
     else:
         node = found.root if isinstance(found, Table) and _whole_table(found) else None
-    if node is None or (isinstance(found, Table) and (found.fill != 0.0 or not old.distinct)):
+    apart = old.distinct or isinstance(found, Mask) or found.slot is not None  # no two slots of a token have the expert
+    if node is None or not apart or (isinstance(found, Table) and found.fill != 0.0):
         return None
     return ctx.scratch(_Kept).one(replace(old, kept=node, above=above, by_slot=by_slot))
+
+
+def of_table(ctx: Context, old: Routing, table: View, *, above: float) -> Routing | None:
+    """The routing of the slots whose expert has more than a number in a plain table [tokens, E] of scores."""
+    whole = shape_of(tensor(table.root))  # type: ignore[arg-type]
+    plain = table.axes == fresh(whole) and len(old.tokens) == 1 and len(whole) == 2 and same(whole[0], old.num_tokens)
+    if not plain or not old.whole or not old.distinct or not isinstance(whole[1], int) or not old.within(whole[1]):
+        return None
+    return ctx.scratch(_Kept).one(replace(old, kept=table.root, above=above, by_slot=False))
 
 
 def _whole_table(table: Table) -> bool:
@@ -63,6 +77,20 @@ def compared(ctx: Context, node: Node, found: Mask | Table, *, above: float | No
         return replace(found, routing=routing, weight=None)
     whole = found.expert is None
     return replace(found, routing=routing, root=node if whole else None, root_axes=found.axes if whole else (), slots=None, ones=True)
+
+
+def above(values: Any, name: str, bound: Any) -> float | None:
+    """The number that a value has to be above where ``values > bound`` or ``values >= bound`` holds, which zero does not."""
+    known = tensor(values)
+    if not isinstance(bound, int | float) or isinstance(bound, bool) or not 0 <= bound < math.inf or known is None:
+        return None
+    if name == "gt":
+        return float(bound)
+    # The next lower number. What a bound in 16 bits is rounded to depends on who compares.
+    if name != "ge" or known.dtype not in (torch.float32, torch.float64):
+        return None
+    least = torch.tensor(float(bound), dtype=known.dtype, device="cpu")
+    return float(torch.nextafter(least, torch.zeros_like(least))) if 0 < least < math.inf else None
 
 
 def counted(ctx: Context, routing: Routing) -> Routing:
@@ -151,6 +179,3 @@ def _weights(node: Node, table: Node, order: Order, axes: Axes) -> Rows:
 def _rows(node: Node) -> Axis:
     """The entries, as many as Dynamo says."""
     return (Atom("r", 0, out_shape(node)[0]),)
-
-
-__all__ = ["column", "compared", "counted", "gathered", "kept", "listed", "never_negative", "rows_of_table", "sort", "taken", "weights"]

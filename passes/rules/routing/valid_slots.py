@@ -16,8 +16,10 @@ from moefuse.passes.graph.sizes import product, same, shape_of
 from moefuse.passes.infer.operands import padded
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Axes
-from moefuse.passes.ir.facts import Mask, Routing, Table, View
+from moefuse.passes.ir.facts import Column, Mask, Routing, Table, View
 from moefuse.passes.rules import rule
+from moefuse.passes.rules.routing import sparse_entries
+from moefuse.passes.rules.routing.ids import is_slot_weight
 from moefuse.passes.rules.routing.masked_slots import dropped
 
 
@@ -45,9 +47,11 @@ def restricted(ctx: Context, node: Node, fact: Mask | Table, other: Any) -> Mask
     call, known = ctx.calls[node], tensor(other.root) if isinstance(other, View) else None
     if call is None or call.inplace or known is None or known.dtype != torch.bool or not _boolean(node):
         return None
-    if fact.negated or fact.expert is None or not fact.routing.whole:
+    if fact.negated or fact.expert is None or not fact.routing.whole or not _ones(fact):
         return None
-    if not _ones(fact) or getattr(fact, "slot", None) is not None:
+    if isinstance(fact, Table) and (found := _weighed(ctx, node, fact, other.root)) is not None:
+        return found
+    if getattr(fact, "slot", None) is not None:
         return None
     rank = len(out_shape(node))
     axes = padded(fact.axes, rank)
@@ -58,6 +62,28 @@ def restricted(ctx: Context, node: Node, fact: Mask | Table, other: Any) -> Mask
     if isinstance(fact, Mask):
         return replace(fact, axes=axes, routing=routing)
     return replace(fact, axes=axes, routing=routing, root=None, root_axes=(), slots=None)
+
+
+def _weighed(ctx: Context, node: Node, table: Table, condition: Node) -> Mask | Table | None:
+    """The tokens of one expert whose weight in its slot (``w[:, k] > 0``), or whose score of it (``p[:, e] >= 0.2``), is above a number."""
+    call = ctx.calls.get(condition)
+    values, bound = call.args if call is not None and len(call.args) == 2 and not call.kwargs and not call.inplace else (None, None)
+    column = ctx.fact(values)
+    if call is None or not isinstance(column, Column) or not tensor(values).dtype.is_floating_point:  # type: ignore[union-attr]
+        return None
+    above = sparse_entries.above(values, call.name, bound)
+    if above is None or ctx.storage[condition] in ctx.writes or table.axes != _of_tokens(column):
+        return None
+    if table.slot is not None:
+        of_slot = table.slot == column.slot and is_slot_weight(column.base, table.routing)
+        return sparse_entries.compared(ctx, node, replace(table, slots=column.base, ones=False), above=above) if of_slot else None
+    routing = sparse_entries.of_table(ctx, table.routing, column.base, above=above) if table.expert == column.slot else None
+    return None if routing is None else replace(table, routing=routing, root=None, root_axes=(), slots=None)
+
+
+def _of_tokens(column: Column) -> Axes:
+    """The axes of a column whose elements are tokens."""
+    return tuple(tuple(a._replace(kind="t") if a.kind == "d" else a for a in axis) for axis in column.axes)
 
 
 def _both(x: Mask | Table, y: Mask | Table) -> Mask | Table | None:

@@ -199,9 +199,7 @@ def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
     """A slice of a dimension: nothing, one expert's column, or some features."""
     axis = fact.axes[dim]
     if dim == 0 and item.step is None and any(isinstance(v, Node) for v in (item.start, item.stop)):
-        if isinstance(fact, Listed):
-            return listed.of_bounds(ctx, node, fact, item.start, item.stop)
-        return segments.of_bounds(ctx, node, fact, item.start, item.stop) if segments.is_sorted(fact) else None
+        return _between(ctx, node, fact, item)
     if item == _ALL or (
         same(extent(axis), 1) and not isinstance(item.start, RowNumber) and item.start in (None, 0) and item.step in (None, 1)
     ):
@@ -232,6 +230,13 @@ def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
     if type(fact) is View and one and not _is_sorted(ctx, fact.root):
         return Column((*fresh([extent(a) for a in axes[:-1]]), ()), ctx.first[node], fact, start)
     return None
+
+
+def _between(ctx: Context, node: Node, fact: Any, item: slice) -> Any:
+    """The rows between two offsets that only the run knows."""
+    if isinstance(fact, Listed):
+        return listed.of_bounds(ctx, node, fact, item.start, item.stop)
+    return segments.of_bounds(ctx, node, fact, item.start, item.stop) if segments.is_sorted(fact) else None
 
 
 @rule("select")

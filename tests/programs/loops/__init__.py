@@ -4,6 +4,7 @@ Every layer takes ``x [T, H]`` and router ``logits [T, E]``, so that a test deci
 """
 
 from tests.programs.loops import (
+    bounds,
     capacity,
     conditions,
     counters,
@@ -38,6 +39,7 @@ __all__ = [
     "I",
     "K",
     "Layer",
+    "bounds",
     "capacity",
     "conditions",
     "counters",

@@ -74,6 +74,62 @@ class CountsByLength(Mapped):
         return [len(torch.where(ids == e)[0]) for e in range(E)]
 
 
+class CountedByItself(Mapped):
+    """How often the map lists each expert; subclasses list others."""
+
+    def which(self, ids: Tensor, chosen: Tensor) -> Tensor:
+        return torch.where(chosen.T)[0]
+
+    def counts(self, ids: Tensor, chosen: Tensor, gates: Tensor) -> Sequence[int | Tensor]:
+        found: list[int] = torch.bincount(self.which(ids, chosen), minlength=E).tolist()
+        return found
+
+
+@positive
+class CountsOfTheMap(CountedByItself):
+    """Its own."""
+
+
+@positive
+class CountsOfTheMatrix(CountedByItself):
+    """A column of the places of the entries."""
+
+    def which(self, ids: Tensor, chosen: Tensor) -> Tensor:
+        return chosen.transpose(0, 1).nonzero()[:, 0]
+
+
+@near_miss
+class CountsOfTheComplement(CountedByItself):
+    """Who was not chosen; with two of four experts that is as many."""
+
+    def which(self, ids: Tensor, chosen: Tensor) -> Tensor:
+        return torch.where(~chosen.T)[0]
+
+
+@near_miss
+class CountsOfTokens(CountedByItself):
+    """Token by token: the numbers of tokens, of which there may be more than experts."""
+
+    def which(self, ids: Tensor, chosen: Tensor) -> Tensor:
+        return torch.where(chosen)[0] % E
+
+
+@near_miss
+class CountsOfAnotherK(CountedByItself):
+    """The best expert of each token, twice."""
+
+    def which(self, ids: Tensor, chosen: Tensor) -> Tensor:
+        return torch.where(F.one_hot(ids[:, 0], E).bool().T)[0].repeat(2)
+
+
+@near_miss
+class CountsOfAnotherMap(CountedByItself):
+    """The map of other ids."""
+
+    def which(self, ids: Tensor, chosen: Tensor) -> Tensor:
+        return torch.where(chosen.roll(1, 1).T)[0]
+
+
 @positive
 class BoundsThatStayTensors(Mapped):
     """The map is gone through piece by piece, and the bounds are compared as tensors."""
