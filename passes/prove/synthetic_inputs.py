@@ -160,6 +160,8 @@ class Inputs:
         tokens, experts, top_k = self.num_rows, region.all_experts, routing.top_k
         scores = torch.rand(tokens, max(experts, top_k), generator=self.generator)
         ids = scores.topk(top_k, dim=-1).indices if kind == "random" else torch.arange(top_k).expand(tokens, top_k).clone()
+        if self._may_repeat():
+            ids[::3, 1] = ids[::3, 0]
         held = fake(routing.node)
         chosen = ids if routing.columns is None else self.some(ids, routing.columns)
         out: dict[Node, Any] = {routing.node: chosen.reshape([int(hint(s)) for s in held.shape]).to(device=held.device, dtype=held.dtype)}
@@ -182,6 +184,13 @@ class Inputs:
             out[routing.valid] = some.to(like.device)
         now = {self.ctx.now(n): value for n, value in out.items()}
         return now | {n: now[self.ctx.now(n)] for n in out}
+
+    def _may_repeat(self) -> bool:
+        """Whether a token may have an expert twice: nothing shows that it has not, and no table has one weight for the two."""
+        routing = self.region.routing
+        of_experts = any(isinstance(e, Gate) and not e.ones and not e.slots for e in walk(self.region.expr))
+        of_experts = of_experts or (routing.kept is not None and not routing.by_slot)
+        return routing.top_k > 1 and not (routing.distinct or routing.columns or of_experts)
 
     def table(self, ids: torch.Tensor, experts: int, node: Node, *, turned: bool = False) -> torch.Tensor:
         """Weights of the chosen experts as [T, E] (``turned``: [E, T]).

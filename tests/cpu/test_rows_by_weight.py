@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moefuse.passes.rules.routing import slot_masks
+from moefuse.passes.rules.rows import by_rows
 from tests.programs.check import check_read
 
 E, K, H, WIDTH = 4, 2, 12, 16
@@ -266,10 +268,20 @@ def test_weights_of_slots_that_are_left_out(rows: str, verify: str) -> None:
     assert check_read(Repeated(LEFT_OUT[rows]), 64, H, verify=verify).fused == []
 
 
+def test_the_probe_has_tokens_with_an_expert_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that overlooked what is left out would not be noticed with ids that differ."""
+    monkeypatch.setattr(slot_masks, "same_slots", lambda *_: True)
+    monkeypatch.setattr(by_rows.slot_masks, "same_slots", lambda *_: True)
+    outcome = check_read(Repeated(LEFT_OUT["table"]), 64, H, verify="probe")
+    assert (outcome.fused, [s.code for s in outcome.skipped]) == ([], ["verification-failed"])
+
+
 @pytest.mark.parametrize("verify", ["off", "probe"])
 def test_slots_without_weight_add_nothing(verify: str) -> None:
-    """Of a token that has an expert twice, what is left out has a weight of zero."""
-    assert len(check_read(Repeated(lambda ids, w, e: any_slot(ids, w, w, e)), 64, H, verify=verify).fused) == 1
+    """Of a token that has an expert twice, what is left out has a weight of zero; but that weight has a gradient."""
+    model = Repeated(lambda ids, w, e: any_slot(ids, w, w, e))
+    assert check_read(model, 64, H, verify=verify).fused == []
+    assert len(check_read(Repeated(lambda ids, w, e: any_slot(ids, w.detach(), w, e)), 64, H, verify=verify).fused) == 1
 
 
 class Thresholded(Layer):

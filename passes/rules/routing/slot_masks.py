@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis
@@ -63,9 +64,10 @@ def same_ids(table: Routing, chosen: Routing) -> bool:
 def same_slots(table: Routing, chosen: Routing, weight: Node | None = None) -> bool:
     """Whether what a table has for an expert and a token is of the slots of a selection: it may have left out others of the same expert.
 
-    Of a token that has each expert once there is one such slot. Slots whose ``weight`` is zero add nothing to a sum of it.
+    Of a token that has each expert once there is one such slot. Slots whose ``weight`` is zero add nothing, but to gradients.
     """
     zero = weight is not None and chosen.kept is weight and chosen.above is None and chosen.by_slot and chosen.valid is None
+    zero = zero and (value := tensor(weight)) is not None and not value.requires_grad
     return same_ids(table, chosen) and (table is chosen or chosen.distinct or zero)
 
 
