@@ -134,7 +134,7 @@ def tensor_of(ctx: Context, number: Node) -> Node | None:
     expr = size_of(fake(number))
     terms = list(_terms(expr))
     if any(symbol is not None and _known(ctx, symbol) is None for symbol, _ in terms):
-        return None
+        return _arithmetic(ctx, number, torch.int64)
     nodes = [(_known(ctx, symbol) if symbol is not None else None, factor) for symbol, factor in terms]
     emit = Emitter(ctx.graph, number.next, next(n for n, _ in nodes if n is not None), {})
     parts = [factor if n is None else n if factor == 1 else emit(torch.mul, n, factor) for n, factor in nodes]
@@ -155,16 +155,25 @@ def _fraction(ctx: Context, number: Node) -> Node | None:
         emit = Emitter(ctx.graph, number.next, call.args[0], {})
         value = emit(torch.detach, call.args[0]) if fake(call.args[0]).requires_grad else call.args[0]  # gradients end in a number
         result = emit(torch.Tensor.to, emit(torch.Tensor.reshape, value, ()), torch.float64, copy=True)
-    else:
-        parts = [tensor_of(ctx, a) if isinstance(a, Node) and _number(a) is not None else a for a in call.args]
-        sizes = [a for a in call.args if isinstance(fake(a), torch.SymInt) and _number(a) is None]
-        nodes = [p for p in parts if isinstance(p, Node) and p not in sizes]
-        plain = all(p not in call.args for p in nodes) and all(isinstance(p, Node) or type(p) in (int, float) for p in parts)
-        over = call.name == "div" and parts[0] not in nodes  # the reciprocal times the number, to torch
-        if not nodes or not plain or over or call.name not in _PYTHON:
-            return None
-        emit = Emitter(ctx.graph, number.next, nodes[0], {})
-        result = emit(_PYTHON[call.name], *(emit(torch.Tensor.to, p, torch.float64) if p in nodes else p for p in parts))
+        ctx.scratch(Made).worth[result] = size_of(fake(number))
+        return result
+    return _arithmetic(ctx, number, torch.float64)
+
+
+def _arithmetic(ctx: Context, number: Node, dtype: torch.dtype) -> Node | None:
+    """What a number is computed of, as far as only the run knows that, as tensors of a dtype."""
+    call = ctx.calls[number]
+    if call is None or call.kwargs or call.name not in _PYTHON or (dtype == torch.int64 and call.name not in ("add", "sub", "mul")):
+        return None
+    parts = [tensor_of(ctx, a) if isinstance(a, Node) and _number(a) is not None else a for a in call.args]
+    sizes = [a for a in call.args if isinstance(fake(a), torch.SymInt) and _number(a) is None]
+    nodes = [p for p in parts if isinstance(p, Node) and p not in sizes]
+    plain = all(p not in call.args for p in nodes) and all(isinstance(p, Node) or type(p) in (int, float) for p in parts)
+    over = call.name == "div" and parts[0] not in nodes  # the reciprocal times the number, to torch
+    if not nodes or not plain or over:
+        return None
+    emit = Emitter(ctx.graph, number.next, nodes[0], {})
+    result = emit(_PYTHON[call.name], *(emit(torch.Tensor.to, p, dtype) if p in nodes else p for p in parts))
     ctx.scratch(Made).worth[result] = size_of(fake(number))
     return result
 

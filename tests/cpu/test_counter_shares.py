@@ -14,6 +14,7 @@ E, H = 4, 8
 SHARES: dict[str, Callable[[Tensor, Tensor], float]] = {
     "of slots": lambda tok, ids: tok.numel() / ids.numel(),
     "of tokens": lambda tok, ids: 100.0 * tok.numel() / ids.shape[0],
+    "times tokens": lambda tok, ids: tok.numel() * ids.shape[0],
     "of an average": lambda tok, ids: 0.1 * (len(tok) / ids.numel()),
 }
 
@@ -53,3 +54,25 @@ def test_a_share_of_any_number_of_tokens(share: Callable[[Tensor, Tensor], float
         torch.testing.assert_close(compiled(x), expected)
         torch.testing.assert_close(model.usage, counted)
     assert (len(seen.report.fused), seen.report.skipped) == (2, []), "for the first number, and for any other"
+
+
+class Dead(Layer):
+    """A table of counts that nobody reads, as what is left of a print."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        out, counts = torch.zeros_like(x), torch.zeros(E)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            counts[e] = tok.numel()
+            out.index_add_(0, tok, expert(x[tok]) * weights[tok, slot, None])
+        return out
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_counter_that_nobody_reads() -> None:
+    """It keeps sizes in the graph that depend on data, and goes with what is dead."""
+    torch.manual_seed(0)
+    model, seen, x = Dead(SHARES["of slots"]), Seen(), torch.randn(9, H)
+    torch.testing.assert_close(torch.compile(model, backend=capturing(seen))(x), model(x))
+    assert (len(seen.report.fused), seen.report.skipped) == (1, [])
