@@ -25,9 +25,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import gpu_shapes as gs  # noqa: E402
 
-from moefuse.ops.meaning.coded_calls import CodedCall  # noqa: E402
+from moefuse.ops.extended import coded_call  # noqa: E402
 from moefuse.ops.meaning.encoding import EXPONENTS, MADE, Encoding, Packing, Rounding, dequantise  # noqa: E402
-from moefuse.runtime.coded import experts_coded as portable  # noqa: E402
+from moefuse.runtime.cpu import experts_extended as portable  # noqa: E402
 
 FORMS = {
     "e4m3 blocks": Encoding("e4m3", (128, 128)),
@@ -107,7 +107,7 @@ def right(shape: Any, form: str, lists: Any, tokens: int) -> float:
     given = x, ids, w, part[:1], [], part[2:3], [], [], [], [part[1], part[3]]
     ours = torch.ops.moefuse.experts_coded(*given, encodings=names).float()
     if FORMS[form].activation is not None:
-        theirs = portable(CodedCall.of(*given, encodings=names)).float()
+        theirs = portable(coded_call(*given, encodings=names)).float()
         return float((ours - theirs).norm() / theirs.norm())
     dense = [dequantise(FORMS[form], part[i], part[i + 1], None, torch.bfloat16) for i in (0, 2)]
     theirs = torch.ops.moefuse.experts(x, ids, w, dense[:1], [], dense[1:], [], [], []).float()

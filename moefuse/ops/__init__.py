@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from moefuse.ops import (
     bounded as _bounded,  # noqa: F401  (defines its ops)
-    coded as _coded,  # noqa: F401  (defines its ops)
     experts,
+    extended as _extended,  # noqa: F401  (defines its ops)
     grouped,
     grouped_coded as _grouped_coded,  # noqa: F401  (defines its ops)
-    lora as _lora,  # noqa: F401  (defines its ops)
     own as _own,  # noqa: F401  (defines its op)
     parallel as _parallel,  # noqa: F401  (defines its ops)
     recomputed as _recomputed,  # noqa: F401  (defines its ops)

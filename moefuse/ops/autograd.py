@@ -108,7 +108,7 @@ def _in_parts(call: GradCall) -> list[Tensor]:
 
     Nothing waits for those of w_in, and they have a call of their own: a compiler may make them when the memory of earlier layers is free.
     """
-    grad, x, weights, h, order, offsets, w_in, w_up, w_out, need, body = call
+    grad, x, weights, h, order, offsets, w_in, w_up, w_out, need, body, _ = call
 
     def run(op: Any, of: RowsCall | InCall | OutCall) -> Iterator[Tensor]:
         return iter(op.default(*of.pack()))

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from moefuse.ops.autograd import below_autograd, grads_for, keep, kept, once, ops, wants_grad
 from moefuse.ops.check_values import check_offset_values
-from moefuse.ops.coded import shown
-from moefuse.ops.meaning.checks import check_codes, check_grouped_linear
+from moefuse.ops.meaning.checks import check_codes, check_grouped_linear, shown
 from moefuse.ops.meaning.coded_weights import CodedWeights, codes_of
 from moefuse.ops.meaning.composite import pulled_back
 from moefuse.ops.meaning.encoding import parse

@@ -1,5 +1,5 @@
 """``moefuse::recomputed_experts``: ``moefuse::experts`` that keeps tokens and routing for backward, and no hidden activations.
-``moefuse::recomputed_experts_lora``: the same of ``moefuse::experts_lora``, which also keeps u [S, r], the rows times s * A.
+(``moefuse::recomputed_experts_lora``, the same of ``moefuse::experts_lora``, is in ``extended.py``.)
 
 h [S, 2I], which is most of what a layer keeps, is computed again when its gradient is wanted, by the same kernels from the same tokens and
 in the same order of rows: gradients are the same bits. It costs the first product of the forward pass once more. An activation checkpoint
@@ -16,17 +16,8 @@ from torch import Tensor
 
 from moefuse.ops.autograd import again, below_autograd, experts_by, gradients, not_differentiable, ops
 from moefuse.ops.experts import composite, fake, kernel
-from moefuse.ops.lora import (
-    checked,
-    composite as lora_composite,
-    fake as lora_fake,
-    gradients as lora_gradients,
-    kernel as lora_kernel,
-    lora_by,
-)
 from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.ops.meaning.checks import check_experts
-from moefuse.ops.meaning.lora_calls import LoraCall
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
 
@@ -69,45 +60,5 @@ def recomputed_experts(*data: Any, **options: Any) -> Tensor:
     return experts_by(_Recomputed, (), *data, **options)
 
 
-def _lora_hidden(tensors: Sequence[Tensor], counts: list[int], scales: list[float], *rest: Any) -> Tensor:
-    """h of ``experts_lora_forward`` with these ``order``, ``offsets`` and ``u``."""
-    *body, order, offsets, u = rest
-    call = LoraCall.unpack(tensors, counts, scales, *body, tensors[0].dtype)
-    return providers.run("experts_lora_hidden", call, order, offsets, u)  # type: ignore[no-any-return]
-
-
-def _lora_hidden_fake(tensors: Sequence[Tensor], counts: list[int], scales: list[float], *rest: Any) -> Tensor:
-    *body, order, _, _ = rest
-    call = LoraCall.unpack(tensors, counts, scales, *body, tensors[0].dtype)
-    return call.base.x.new_empty((order.shape[0], checked(call)[1]))
-
-
-class _RecomputedLora(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, counts: list[int], scales: list[float], body: tuple[Any, ...], out_dtype: torch.dtype, *tensors: Tensor
-    ) -> Tensor:
-        with below_autograd():
-            out, _, order, offsets, u = ops.experts_lora_forward.default(tensors, counts, scales, *body, out_dtype)
-        ctx.counts, ctx.scales, ctx.body = counts, scales, body
-        ctx.save_for_backward(order, offsets, u, *tensors)
-        return out  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        order, offsets, u, *tensors = ctx.saved_tensors
-        x, _, weights, *flat = tensors
-        known = again((grad, *tensors))
-        h = x if known else ops.experts_lora_hidden.default(tensors, ctx.counts, ctx.scales, *ctx.body, order, offsets, u)
-        return lora_gradients(ctx, grad, (x, weights, h, order, offsets, u, *flat))
-
-
-def recomputed_experts_lora(*data: Any, **options: Any) -> Tensor:
-    """Autograd entry of ``moefuse::recomputed_experts_lora``."""
-    return lora_by(_RecomputedLora, *data, **options)
-
-
 implement("recomputed_experts", kernel=kernel, fake=fake, autograd=recomputed_experts, composite=composite)
 implement("experts_hidden", kernel=_hidden, fake=_hidden_fake, autograd=not_differentiable("experts_hidden"))
-implement("recomputed_experts_lora", kernel=lora_kernel, fake=lora_fake, autograd=recomputed_experts_lora, composite=lora_composite)
-implement("experts_lora_hidden", kernel=_lora_hidden, fake=_lora_hidden_fake, autograd=not_differentiable("experts_lora_hidden"))

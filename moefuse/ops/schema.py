@@ -21,6 +21,8 @@ _FACTORS = "Tensor[] a_in, Tensor[] l_in, Tensor[] a_up, Tensor[] l_up, Tensor[]
 # The internal ops take one list for all tensors and one integer for all options (moefuse/ops/body.py): few arguments make a call cheap.
 _PACKED = "Tensor[] tensors, int[] counts, int body, float arg0, float arg1, ScalarType out_dtype"
 _PACKED_BACKWARD = "Tensor[] tensors, int[] counts, int needs, int body, float arg0, float arg1"
+_BODY = "int body, float arg0, float arg1"
+_EXTENDED = "Tensor[] tensors, int[] counts, float[] scales, str[] encodings"
 _KEPT = "(Tensor out, Tensor h, Tensor order, Tensor offsets)"
 
 SCHEMAS: tuple[str, ...] = (
@@ -29,19 +31,14 @@ SCHEMAS: tuple[str, ...] = (
     *(f"experts_forward{general}({_PACKED}) -> {_KEPT}" for general in ("", "_general")),
     *(f"experts_backward{part}({_PACKED_BACKWARD}) -> Tensor[]" for part in ("", "_general", "_rows", "_in", "_out")),
     f"experts_lora({_LISTS}{_FACTORS}*, float[] scales, {_OPTIONS}) -> Tensor",
-    "experts_lora_forward(Tensor[] tensors, int[] counts, float[] scales, int body, float arg0, float arg1, ScalarType out_dtype) -> "
-    "(Tensor out, Tensor h, Tensor order, Tensor offsets, Tensor u)",
-    "experts_lora_backward(Tensor[] tensors, int[] counts, float[] scales, int needs, int body, float arg0, float arg1) -> Tensor[]",
     f"experts_coded({_LISTS}Tensor[] codes, *, str[] encodings, {_OPTIONS}) -> Tensor",
-    "experts_coded_forward(Tensor[] tensors, int[] counts, str[] encodings, int body, float arg0, float arg1, ScalarType out_dtype) -> "
-    f"{_KEPT}",
-    "experts_coded_backward(Tensor[] tensors, int[] counts, str[] encodings, int needs, int body, float arg0, float arg1) -> Tensor[]",
+    f"experts_extended_forward({_EXTENDED}, {_BODY}, ScalarType out_dtype) -> {_KEPT[:-1]}, Tensor u)",
+    f"experts_extended_hidden({_EXTENDED}, {_BODY}, Tensor order, Tensor offsets, Tensor u) -> Tensor",
+    f"experts_extended_backward({_EXTENDED}, int needs, {_BODY}) -> Tensor[]",
     "unpacked(Tensor storage, Tensor[] codes, str encoding, ScalarType dtype) -> Tensor",
     f"recomputed_experts({_EXPERTS_ARGS}) -> Tensor",
     "experts_hidden(Tensor[] tensors, int[] counts, int body, float arg0, float arg1, Tensor order, Tensor offsets) -> Tensor",
     f"recomputed_experts_lora({_LISTS}{_FACTORS}*, float[] scales, {_OPTIONS}) -> Tensor",
-    "experts_lora_hidden(Tensor[] tensors, int[] counts, float[] scales, int body, float arg0, float arg1, Tensor order, Tensor offsets, "
-    "Tensor u) -> Tensor",
     f"shared_start({_PACKED}, int overlap) -> Tensor",
     "shared_join(Tensor routed, Tensor shared, Tensor? weight, float scale, Tensor[] inputs, int overlap) -> Tensor",
     "permute(Tensor x, Tensor ids, int num_experts) -> (Tensor xs, Tensor order, Tensor offsets)",

@@ -1,18 +1,23 @@
 """Routed experts as one sort and contiguous per-expert GEMMs over sorted rows: in PyTorch alone, for CPUs and devices without kernels.
 
 Rows are worked on in chunks of whole experts, so temporaries stay small (and in cache) however many slots there are, and the activation
-runs once per chunk instead of once per expert. Only experts that have rows are visited. One host read of the expert ids per call.
+runs once per chunk instead of once per expert. Only experts that have rows are visited. One host read of the expert ids per call. Weights
+in few bits are unpacked expert by expert, and a low-rank term adds ``s * (rows @ A.T) @ B.T`` to what its projection made, in the
+accumulation dtype: neither a weight with its term nor a gradient of it ever exists. Every sum has a fixed order: the same bits every time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moefuse.ops.meaning.call import ExpertsCall, Stack
+from moefuse.ops.meaning.call import ExpertsCall, Stack, Term, columns
 from moefuse.ops.meaning.reference import accumulation_dtype, expert_vector, expert_weight, split_gate
+from moefuse.ops.meaning.token_codes import Rounding, as_rounded
 from moefuse.runtime.dense import activate
 from moefuse.runtime.gemm import mm_into
 from moefuse.runtime.routing import FEW_SLOTS, Group, chunked, groups_of, groups_of_ids, sort_slots
@@ -30,8 +35,19 @@ BLOCK_ROWS = 128
 Lists = Sequence[Tensor]
 
 
-def experts(call: ExpertsCall, sorted_rows: type[SortedRows] | None = None) -> Tensor:
-    """``moefuse::experts``; ``sorted_rows``: what makes its projections."""
+def without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a call which computes in the dtypes of what it is given, whatever autocast is around it outside of compiled code."""
+
+    @functools.wraps(run)
+    def function(call: Any, *rest: Any) -> Any:
+        with torch.autocast(call.x.device.type, enabled=False):
+            return run(call, *rest)
+
+    return function
+
+
+def experts(call: ExpertsCall) -> Tensor:
+    """``moefuse::experts``."""
     num_experts, tokens, slots = call.w_in.experts, call.x.shape[0], call.ids.numel()
     per_token = call.top_k * call.w_out.features * call.dtype.itemsize
     if tokens * per_token > BLOCK_BYTES:
@@ -40,7 +56,7 @@ def experts(call: ExpertsCall, sorted_rows: type[SortedRows] | None = None) -> T
             out = call.x.new_empty((tokens, call.w_out.features), dtype=call.out_dtype)
             for start in range(0, tokens, block):
                 part = slice(start, start + block)
-                out[part] = experts(call.of_tokens(part), sorted_rows)
+                out[part] = experts(call.of_tokens(part))
             return out
     order: Tensor | None
     if slots <= FEW_SLOTS:
@@ -51,24 +67,59 @@ def experts(call: ExpertsCall, sorted_rows: type[SortedRows] | None = None) -> T
         order, offsets = sort_slots(call.ids, num_experts)
         ends = offsets.tolist()
         groups, valid = groups_of(ends), ends[-1]
-    return combine((sorted_rows or SortedRows)(call, order).run(groups, slots, None), call, order, valid)
+    return combine(SortedRows(call, order).run(groups, slots, None), call, order, valid)
 
 
-def experts_forward(call: ExpertsCall, sorted_rows: type[SortedRows] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``moefuse::experts_forward``: the output and (h, order, offsets) for backward; rows of h past the valid ones are zeros."""
+    return experts_forward_with_u(call)[:4]
+
+
+def experts_forward_with_u(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same, and u [S, r of all terms] in the accumulation dtype: each term's rows times s * A, with zeros past the valid ones."""
     order, offsets = sort_slots(call.ids, call.w_in.experts)
     ends = offsets.tolist()
-    valid = ends[-1]
-    h = call.x.new_empty((order.shape[0], call.width))
+    slots, valid = order.shape[0], ends[-1]
+    h = call.x.new_empty((slots, call.width))
     h[valid:].zero_()
-    ys = (sorted_rows or SortedRows)(call, order).run(groups_of(ends), order.shape[0], h)
-    return combine(ys, call, order, valid), h, order, offsets
+    u = call.x.new_empty((slots, call.ranks), dtype=accumulation_dtype(call.dtype))
+    u[valid:].zero_()
+    ys = SortedRows(call, order, u).run(groups_of(ends), slots, h)
+    return combine(ys, call, order, valid), h, order, offsets, u
+
+
+def experts_hidden(call: ExpertsCall, order: Tensor, offsets: Tensor) -> Tensor:
+    """h of :func:`experts_forward` once more, for the slots in the order that it sorted them into."""
+    ends = offsets.tolist()
+    h = call.x.new_empty((order.shape[0], call.width))
+    h[ends[-1] :].zero_()
+    rows = SortedRows(call, order)
+    for chunk in chunked(groups_of(ends), CHUNK_ROWS):
+        start, end = chunk[0][1], chunk[-1][2]
+        rows.pre_activation(rows.rows(start, end), h[start:end], chunk)
+    return h
+
+
+@without_autocast
+def experts_extended(call: ExpertsCall) -> Tensor:
+    """The same as :func:`experts`, of a call with codes or terms."""
+    return experts(call)
+
+
+experts_extended_forward = without_autocast(experts_forward_with_u)
+
+
+@without_autocast
+def experts_extended_hidden(call: ExpertsCall, order: Tensor, offsets: Tensor, u: Tensor) -> Tensor:
+    """h of it once more. Terms are made again too: from u, products might round otherwise."""
+    return experts_hidden(call, order, offsets)
 
 
 class SortedRows:
-    """The experts of one call on its sorted rows."""
+    """The experts of one call on its sorted rows; ``u`` [S, r of all terms] takes the terms' rows times s * A, if given."""
 
-    def __init__(self, call: ExpertsCall, order: Tensor | None) -> None:
+    def __init__(self, call: ExpertsCall, order: Tensor | None, u: Tensor | None = None) -> None:
+        self.u = u
         self.call, self.x, self.order, self.top_k = call, call.x, order, call.top_k
         self.scale = call.weights.reshape(-1) if call.body.on_input else None
         self.wide = accumulation_dtype(call.dtype)
@@ -89,9 +140,9 @@ class SortedRows:
     def pre_activation(self, xs: Tensor, h: Tensor, chunk: list[Group]) -> None:
         """h [n, width] = first projection(s) of the chunk."""
         call, features = self.call, self.call.w_in.features
-        self.project(h[:, :features], xs, call.w_in, chunk)
+        self.project(0, h[:, :features], xs, chunk)
         if call.body.split:
-            self.project(h[:, features:], xs, call.w_up, chunk)
+            self.project(1, h[:, features:], xs, chunk)
 
     def run(self, groups: list[Group], slots: int, save: Tensor | None) -> Tensor:
         """Expert outputs [slots, Hout] in sorted order, invalid rows zero; the pre-activation goes to ``save`` [slots, width] if given."""
@@ -103,24 +154,50 @@ class SortedRows:
             xs = self.rows(start, end)
             h = self.x.new_empty((end - start, call.width)) if save is None else save[start:end]
             self.pre_activation(xs, h, chunk)
-            self.outputs(ys[start:end], activate(*split_gate(h, body.gating, body.up_first), body), chunk)
+            self.project(2, ys[start:end], activate(*split_gate(h, body.gating, body.up_first), body), chunk)
         return ys
 
-    def outputs(self, ys: Tensor, a: Tensor, chunk: list[Group]) -> None:
-        """ys [n, Hout] = second projection of the chunk."""
-        self.project(ys, a, self.call.w_out, chunk)
-
-    def project(self, out: Tensor, rows: Tensor, stack: Stack, chunk: list[Group]) -> None:
+    def project(self, which: int, out: Tensor, rows: Tensor, chunk: list[Group]) -> None:
         """out [n, F] = one projection of rows [n, I] of the chunk."""
+        stack = self.call.stacks[which]
         project(out, rows, stack, chunk)
+        if stack.term is not None:
+            self.add_term(which, out, rows, chunk)
+
+    def add_term(self, which: int, out: Tensor, rows: Tensor, chunk: list[Group]) -> None:
+        """out += s * (rows @ A.T) @ B.T."""
+        of, first = self.call.stacks, chunk[0][1]
+        a, b, scale = of[which].term or Term()
+        for e, start, end in chunk:
+            part = slice(start - first, end - first)
+            made = (rows[part].to(self.wide) @ expert_weight(a, e).to(self.wide).t()).mul_(scale)
+            if self.u is not None:
+                self.u[start:end, columns(of)[which]] = made
+            factor = expert_weight(b, e).to(self.wide).t()
+            if out.dtype == self.wide:
+                out[part].addmm_(made, factor)
+            else:
+                out[part] += made @ factor
 
 
 def project(out: Tensor, rows: Tensor, stack: Stack, groups: list[Group]) -> None:
     """out[i] = rows[i] @ w[e].T + b[e] for consecutive groups; row 0 of both tensors is the first row of the first group."""
-    w, b = stack
+    if stack.rounding is not None:
+        project_rounded(out, rows, stack, stack.rounding, groups)
+        return
+    w, b = stack.weights(rows.dtype), stack.bias
     stacked = w[0].transpose(1, 2) if len(w) == 1 and w[0].dim() == 3 else None
     for (e, _, _), into, part in cut_groups(groups, out, rows):
         mm_into(into, part, w[e].t() if stacked is None else stacked[e], expert_vector(b, e))
+
+
+def project_rounded(out: Tensor, rows: Tensor, stack: Stack, rounding: Rounding, groups: list[Group]) -> None:
+    """The same where the projection rounds its rows: the product is in the accumulation dtype, and rounded once."""
+    inner = accumulation_dtype(rows.dtype)
+    w = stack.weights(inner)
+    for (e, _, _), into, part in cut_groups(groups, out, as_rounded(rounding, rows).to(inner)):
+        weight, bias = w[e].t(), expert_vector(stack.bias, e)
+        into.copy_(part @ weight if bias is None else torch.addmm(bias.to(out.dtype).to(inner), part, weight))
 
 
 def back_project(out: Tensor, rows: Tensor, w: Lists, groups: list[Group]) -> None:

@@ -1,7 +1,7 @@
 """Who computes an op: ordered providers, each saying in one function what it supports.
 
 A provider is a pair of functions for one op, both called with the op's arguments in schema order, those of the experts ops as one
-(:class:`~moefuse.ops.meaning.call.ExpertsCall` and the calls of ``moefuse/ops/meaning/grad_calls.py`` and ``moefuse/ops/lora.py``):
+(:class:`~moefuse.ops.meaning.call.ExpertsCall` and the calls of ``moefuse/ops/meaning/grad_calls.py``):
 ``supports(*args) -> None`` when it can run them, else a short reason; ``run(*args) -> result``. They are asked in order, the first that
 supports the call runs it, and the portable implementation, which supports everything, is last. A GPU family under ``kernels/`` calls
 :func:`register` when it is imported. The arrays that pass from one op to the next (h, order, offsets) have one layout, given in
@@ -28,7 +28,7 @@ from typing import Any
 from moefuse.ops.meaning.call import first_tensor
 from moefuse.ops.meaning.recipe import route_reference
 from moefuse.ops.meaning.reference import router_logits_reference, topk_reference
-from moefuse.runtime import backward, coded, cpu, dense, grouped, lora, native, ranks
+from moefuse.runtime import backward, cpu, dense, grouped, grouped_coded, native, ranks
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _triton(module: str, op: str, name: str = "triton", traced: str | None = Non
     return [Provider(name, supports, call(op), "cuda", None if traced is None else call(traced), by_kind)]
 
 
-_BY_KIND = ("experts_coded", "grouped_linear_coded")
+_BY_KIND = ("experts_extended", "grouped_linear_coded")
 """Ops that ask with :func:`run_by_kind`."""
 
 
@@ -110,14 +110,11 @@ def _by_kind(check: Callable[..., Any], run: Callable[..., Any], data: Any, opti
 PROVIDERS: dict[str, list[Provider]] = {
     "experts": _on_cuda() + _portable(cpu.experts),
     "experts_forward": _triton("provide.training", "experts_forward") + _portable(cpu.experts_forward),
-    "experts_hidden": _triton("provide.training", "experts_hidden") + _portable(lambda call, order, offsets: cpu.experts_forward(call)[1]),
-    "experts_lora": _triton("provide.lora", "experts_lora") + _portable(lora.experts_lora),
-    "experts_lora_forward": _triton("provide.lora", "experts_lora_forward") + _portable(lora.experts_lora_forward),
-    "experts_lora_hidden": _triton("provide.lora", "experts_lora_hidden") + _portable(lora.experts_lora_hidden),
-    "experts_lora_backward": _triton("provide.lora", "experts_lora_backward") + _portable(lora.experts_lora_backward),
-    "experts_coded": _triton("provide.coded", "experts_coded") + _portable(coded.experts_coded),
-    "experts_coded_forward": _triton("provide.coded", "experts_coded_forward") + _portable(coded.experts_coded_forward),
-    "experts_coded_backward": _triton("provide.coded", "experts_coded_backward") + _portable(coded.experts_coded_backward),
+    "experts_hidden": _triton("provide.training", "experts_hidden") + _portable(cpu.experts_hidden),
+    "experts_extended": _triton("provide.extended", "experts_extended") + _portable(cpu.experts_extended),
+    "experts_extended_forward": _triton("provide.extended", "experts_extended_forward") + _portable(cpu.experts_extended_forward),
+    "experts_extended_hidden": _triton("provide.extended", "experts_extended_hidden") + _portable(cpu.experts_extended_hidden),
+    "experts_extended_backward": _triton("provide.extended", "experts_extended_backward") + _portable(backward.experts_extended_backward),
     "experts_backward": _portable(backward.experts_backward),
     "experts_backward_rows": _triton("provide.training", "experts_backward_rows") + _portable(backward.experts_backward_rows),
     "experts_backward_in": _triton("provide.training", "experts_backward_in") + _portable(backward.experts_backward_in),
@@ -125,9 +122,9 @@ PROVIDERS: dict[str, list[Provider]] = {
     "permute": _triton("provide.grouped", "permute") + _portable(grouped.permute),
     "grouped_linear": _triton("provide.grouped", "grouped_linear") + _portable(grouped.grouped_linear),
     "grouped_linear_backward": _triton("provide.grouped", "grouped_linear_backward") + _portable(grouped.grouped_linear_backward),
-    "grouped_linear_coded": _triton("provide.grouped_coded", "grouped_linear_coded") + _portable(coded.grouped_linear_coded),
+    "grouped_linear_coded": _triton("provide.grouped_coded", "grouped_linear_coded") + _portable(grouped_coded.grouped_linear_coded),
     "grouped_linear_coded_backward": _triton("provide.grouped_coded", "grouped_linear_coded_backward")
-    + _portable(coded.grouped_linear_coded_backward),
+    + _portable(grouped_coded.grouped_linear_coded_backward),
     "expert_rows": _triton("provide.grouped", "expert_rows") + _portable(grouped.expert_rows),
     "expert_rows_backward": _triton("provide.grouped", "expert_rows_backward") + _portable(grouped.expert_rows_backward),
     "combine": _triton("provide.grouped", "combine") + _portable(grouped.combine),

@@ -9,16 +9,15 @@ import torch
 from torch.fx import Node
 
 from moefuse import _torch_private
+from moefuse.ops import extended
 from moefuse.ops.meaning.call import ExpertsCall
-from moefuse.ops.meaning.coded_calls import CodedCall
-from moefuse.ops.meaning.lora_calls import LoraCall
 from moefuse.passes.graph.calls import fake
 from moefuse.runtime import providers
 
+_EXTENDED = {name: extended.CALLS[name] for name in ("experts_lora", "experts_coded")}
 _DIFFERENTIATED = {
     "experts": ("experts_forward", "experts_backward_rows", "experts_backward_in", "experts_backward_out"),
-    "experts_lora": ("experts_lora_forward", "experts_lora_backward"),
-    "experts_coded": ("experts_coded_forward", "experts_coded_backward"),
+    **dict.fromkeys(_EXTENDED, ("experts_extended_forward", "experts_extended_backward")),
     "permute": ("permute",),
     "grouped_linear": ("grouped_linear", "grouped_linear_backward"),
     "grouped_linear_coded": ("grouped_linear_coded", "grouped_linear_coded_backward"),
@@ -29,14 +28,7 @@ _DIFFERENTIATED = {
 }
 """What an op of a replacement runs as when a gradient is wanted; the first of them takes the arguments of the op itself."""
 
-_CALLS: Mapping[str, Callable[..., tuple[Any, ...]]] = {
-    "experts": ExpertsCall.of,
-    "experts_forward": ExpertsCall.of,
-    "experts_lora": LoraCall.of,
-    "experts_lora_forward": LoraCall.of,
-    "experts_coded": CodedCall.of,
-    "experts_coded_forward": CodedCall.of,
-}
+_CALLS: Mapping[str, Callable[..., tuple[Any, ...]]] = {"experts": ExpertsCall.of, **_EXTENDED}
 """The call that providers take instead of the arguments of an op."""
 
 
@@ -52,14 +44,15 @@ def unsupported(new_nodes: Sequence[Node], grad: bool) -> tuple[str, str] | None
         if device == "cpu":
             continue
         name = str(target).split(".")[1]
-        if name not in providers.PROVIDERS:
+        plain = "experts_extended" if name in _EXTENDED else name
+        if plain not in providers.PROVIDERS:
             continue  # made of torch's operators, which are everywhere
         differentiated = grad and any(t.requires_grad for t in tensors)
-        names = _DIFFERENTIATED[name] if differentiated else (name,)
+        names = _DIFFERENTIATED[name] if differentiated else (plain,)
         missing = _missing(names, device)
         if missing:
             return device, f"no kernel for {missing}{' (training)' if differentiated else ''}"
-        if (reason := _refusal(names[0], args, node.kwargs, device)) is not None:
+        if (reason := _refusal(names[0], _CALLS.get(name), args, node.kwargs, device)) is not None:
             return device, reason
     return None
 
@@ -68,10 +61,11 @@ def _missing(names: Iterable[str], device: str) -> str | None:
     return next((name for name in names if all(p.device != device for p in providers.PROVIDERS[name])), None)
 
 
-def _refusal(name: str, args: Sequence[object], options: Mapping[str, object], device: str) -> str | None:
+def _refusal(
+    name: str, call: Callable[..., tuple[Any, ...]] | None, args: Sequence[object], options: Mapping[str, object], device: str
+) -> str | None:
     """Why no kernel of the device takes this very call; it is asked with fake tensors."""
     first: str | None = None
-    call = _CALLS.get(name)
     given = (*args, *options.values()) if call is None else (call(*args, **options),)
     for provider in providers.PROVIDERS[name]:
         if provider.device == device:

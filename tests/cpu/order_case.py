@@ -197,8 +197,7 @@ def _alone(order: Any, case: Case) -> None:
 
 
 KEPT = {"experts_forward", "experts_backward"}
-LORA = {"experts_lora_forward", "experts_lora_backward"}
-CODED = {"experts_coded", "experts_coded_forward", "experts_coded_backward"}
+EXTENDED = {"experts_extended_forward", "experts_extended_backward"}
 GROUPED = {"permute", "grouped_linear", "expert_rows", "combine"}
 CASES: dict[str, tuple[set[str], Callable[[Any, Case], None]]] = {
     "experts": (KEPT, _experts),
@@ -206,11 +205,11 @@ CASES: dict[str, tuple[set[str], Callable[[Any, Case], None]]] = {
     "experts, in parts": ({"experts_forward", *(f"experts_backward_{n}" for n in ("rows", "in", "out"))}, _in_parts),
     "recomputed": (KEPT | {"experts_hidden"}, lambda order, case: _experts(order, case, ops.recomputed_experts)),
     "bounded": (KEPT | {"keep_rows", "restore_rows"}, _bounded),
-    "lora": (LORA | {"experts_lora"}, _lora(ops.experts_lora)),
-    "recomputed, lora": (LORA | {"experts_lora", "experts_lora_hidden"}, _lora(ops.recomputed_experts_lora)),
-    "coded": (CODED, _coded(ENCODINGS["int8 channels"])),
-    "coded, rounded": (CODED, _coded(Encoding("e4m3", (32, 32), activation=Rounding("e4m3", 32)))),
-    "coded, in pairs": (CODED, _coded(ENCODINGS["nibbles, zeros"])),
+    "lora": (EXTENDED | {"experts_lora"}, _lora(ops.experts_lora)),
+    "recomputed, lora": (EXTENDED | {"experts_lora", "experts_extended_hidden"}, _lora(ops.recomputed_experts_lora)),
+    "coded": (EXTENDED | {"experts_coded"}, _coded(ENCODINGS["int8 channels"])),
+    "coded, rounded": (EXTENDED | {"experts_coded"}, _coded(Encoding("e4m3", (32, 32), activation=Rounding("e4m3", 32)))),
+    "coded, in pairs": (EXTENDED | {"experts_coded"}, _coded(ENCODINGS["nibbles, zeros"])),
     "grouped tier": (GROUPED | {f"{n}_backward" for n in GROUPED - {"permute"}}, _tier),
     "grouped, coded": ({"grouped_linear_coded", "grouped_linear_coded_backward"}, _grouped_coded),
     "router": ({"topk", "router_logits", "route"}, _router),

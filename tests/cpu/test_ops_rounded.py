@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefuse.ops.extended import coded_call
 from moefuse.ops.meaning.activations import ACTIVATIONS
 from moefuse.ops.meaning.call import ExpertsCall
-from moefuse.ops.meaning.coded_calls import CodedCall
 from moefuse.ops.meaning.encoding import EXPONENTS, Encoding, Rounding, dequantise, parse
 from moefuse.ops.meaning.grad_calls import GradCall, Needs
 from moefuse.ops.meaning.reference import split_gate
@@ -140,8 +140,8 @@ def test_one_projection_rounds(gating: str) -> None:
     kept = []
     for last in (encoding, plain):
         args, _, options = coded(case, plain, plain if gating == "separate" else None, last)
-        call = CodedCall.of(*args, **options)
-        kept.append(torch.ops.moefuse.experts_coded_forward(*call.pack()))
+        call = coded_call(*args, **options)
+        kept.append(torch.ops.moefuse.experts_extended_forward(*call.pack_extended()))
     assert torch.equal(kept[0][1], kept[1][1])
     assert not torch.equal(kept[0][0], kept[1][0])
 
@@ -161,7 +161,7 @@ def test_gradients(name: str, on_input: bool) -> None:
     pull = torch.randn(9, 32, generator=torch.Generator().manual_seed(3))
     found = torch.autograd.grad(run_coded(args, options), leaves, pull)
     with torch.no_grad():
-        _, h, order, offsets = torch.ops.moefuse.experts_coded_forward(*CodedCall.of(*args, **options).pack())
+        _, h, order, offsets, _ = torch.ops.moefuse.experts_extended_forward(*coded_call(*args, **options).pack_extended())
         base = ExpertsCall.of(*dense, **case.options)
         need = Needs.of([True, True, *[False] * 6], on_input)
         stacks = base.w_in, base.w_up, base.w_out

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefuse.ops.extended import coded_call
 from moefuse.ops.meaning.call import Body
-from moefuse.ops.meaning.coded_calls import CodedCall
 from moefuse.ops.meaning.coded_weights import Codes
 from moefuse.ops.meaning.token_codes import as_rounded
 from tests.cpu.coded_case import Held, coded, hold
@@ -125,7 +125,7 @@ def test_layers(name: str, gating: str, top_k: int) -> None:
         now = case.with_(tokens=tokens, seed=seed)
         args, dense, options = coded(now, encoding, encoding if gating == "separate" else None, encoding)
         args, dense = on_gpu(args), on_gpu(dense)
-        call = _as_bytes(CodedCall.of(*args, **options))
+        call = _as_bytes(coded_call(*args, **options))
         assert words.refusal(call) is None
         _poison()
         out = run(args, options)
@@ -139,7 +139,7 @@ def test_layers(name: str, gating: str, top_k: int) -> None:
 @pytest.mark.parametrize("name", ROUNDED)
 def test_layers_with_tokens_rounded(name: str, gating: str) -> None:
     """As the portable op computes on the same device, but for the order of sums: few codes of the second projection are neighbours."""
-    from moefuse.runtime.coded import experts_coded as portable
+    from moefuse.runtime.cpu import experts_extended as portable
 
     encoding = ROUNDED[name]
     for top_k in (1, 3, 8):
@@ -147,7 +147,7 @@ def test_layers_with_tokens_rounded(name: str, gating: str) -> None:
         args, _, options = coded(case, encoding, encoding if gating == "separate" else None, encoding)
         args = on_gpu(args)
         _poison()
-        out, theirs = run(args, options), portable(CodedCall.of(*args, **options))
+        out, theirs = run(args, options), portable(coded_call(*args, **options))
         error, size = (out.float() - theirs.float()).abs(), float(theirs.float().abs().max())
         assert float(error.max()) <= 0.03 * size
         assert float(error.mean()) <= 2e-3 * size

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import moefuse
+from moefuse.ops.extended import lora_call
 from moefuse.runtime import providers
 from tests.cpu.lora_case import SCALES, Sizes, arguments, check, merged, moved, ours, results, tensors
 from tests.gpu.stacked_lora import Stacked
@@ -32,9 +33,9 @@ def on_gpu(*args: Any, **options: Any) -> list[Any]:
 
 
 def test_triton_runs_the_ops() -> None:
-    x = torch.empty(3, 3, device="cuda")
-    for op in ("experts_lora", "experts_lora_forward", "experts_lora_hidden", "experts_lora_backward"):
-        assert providers.select(op, x).name == "triton"
+    call = lora_call(*on_gpu("merged", torch.bfloat16, torch.bfloat16), scales=SCALES)
+    for op in ("experts_extended", "experts_extended_forward", "experts_extended_hidden", "experts_extended_backward"):
+        assert providers.select(op, call).name == "triton"
 
 
 @pytest.mark.parametrize("rank", [3, 16, 40, 128])

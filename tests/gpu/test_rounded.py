@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefuse.ops.meaning.coded_calls import CodedCall
+from moefuse.ops.extended import coded_call
 from moefuse.ops.meaning.encoding import EXPONENTS, Encoding, Rounding
 from moefuse.ops.meaning.token_codes import quantise
 from tests.cpu.coded_case import coded
@@ -55,14 +55,14 @@ def test_codes_of_rows(name: str) -> None:
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_values(name: str, gating: str, tokens: int) -> None:
     """As the portable op computes on the same device, but for the order of sums: few codes of the second projection are neighbours."""
-    from moefuse.runtime.coded import experts_coded as portable
+    from moefuse.runtime.cpu import experts_extended as portable
 
     encoding = ENCODINGS[name]
     case = LARGE.with_(tokens=tokens, gating=gating, separate=gating == "separate")
     args, _, options = coded(case, encoding, encoding if gating == "separate" else None, encoding)
     args = on_gpu(args)
     out = run(args, options)
-    theirs = portable(CodedCall.of(*args, **options))
+    theirs = portable(coded_call(*args, **options))
     assert out.shape == theirs.shape
     if tokens:
         error, size = (out.float() - theirs.float()).abs(), float(theirs.float().abs().max())

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
-from moefuse.ops.meaning.coded_calls import CodedCall, CodedGrads
 from moefuse.ops.meaning.coded_weights import Codes
 from moefuse.ops.meaning.encoding import EXPONENTS, MADE, Encoding, Packing, Rounding
 from moefuse.ops.meaning.grad_calls import GradCall, Needs
@@ -41,7 +40,7 @@ CASES = [
 EXPERTS, TOP_K, HIDDEN, INTER = 32, 4, 2048, 768
 
 
-def projection(encoding: Encoding, dtype: torch.dtype, out: int, inp: int) -> tuple[Stack, Codes]:
+def projection(encoding: Encoding, dtype: torch.dtype, out: int, inp: int) -> Stack:
     rows, cols = out, inp
     if encoding.packing is not None:
         rows, cols = (n // encoding.packing.per if i == encoding.packing.axis else n for i, n in enumerate((out, inp)))
@@ -49,7 +48,7 @@ def projection(encoding: Encoding, dtype: torch.dtype, out: int, inp: int) -> tu
     scales = torch.uint8 if encoding.scale else torch.bfloat16 if encoding.arithmetic == "bf16" else torch.float32
     scale, zero = ([torch.empty(blocks, dtype=kind, device="meta")] for kind in (scales, torch.bfloat16))
     storage = torch.empty(EXPERTS, rows, cols, dtype=dtype, device="meta")
-    return Stack([storage]), Codes(encoding, scale, zero if encoding.zero else ())
+    return Stack([storage], codes=Codes(encoding, scale, zero if encoding.zero else ()))
 
 
 @pytest.mark.parametrize(("name", "arch", "tokens"), CASES)
@@ -62,17 +61,17 @@ def test_forward_and_backward(
 
     for module in (host, token_codes):
         monkeypatch.setattr(module, "device_of", lambda d: layout.Device("", 132, SHARED[arch], arch == 90, not isinstance(arch, str)))
-    (w_in, c_in), (w_out, c_out) = (projection(*ENCODINGS[name], *sizes) for sizes in ((2 * INTER, HIDDEN), (HIDDEN, INTER)))
+    w_in, w_out = (projection(*ENCODINGS[name], *sizes) for sizes in ((2 * INTER, HIDDEN), (HIDDEN, INTER)))
     x = torch.empty(tokens, HIDDEN, dtype=torch.bfloat16, device="meta")
     weights = torch.empty(tokens, TOP_K, dtype=torch.bfloat16, device="meta")
     ids = torch.empty(tokens, TOP_K, dtype=torch.int64, device="meta")
-    body, up, codes = Body(), Stack([]), (c_in, None, c_out)
+    body, up = Body(), Stack([])
 
     def run() -> None:
-        call = CodedCall(ExpertsCall(x, ids, weights, w_in, up, w_out, body, x.dtype), codes)
-        out, h, order, offsets = coded.experts_coded_forward(call)
+        call = ExpertsCall(x, ids, weights, w_in, up, w_out, body, x.dtype)
+        out, h, order, offsets, _ = coded.experts_forward(call)
         need = Needs.of([True, True, *[False] * 6], False)
-        coded.experts_coded_backward(CodedGrads(GradCall(out, x, weights, h, order, offsets, w_in, up, w_out, need, body), codes))
+        coded.experts_backward(GradCall(out, x, weights, h, order, offsets, w_in, up, w_out, need, body))
 
     compile_all(launches, arch, tmp_path, monkeypatch, run)
     ran = {it.kernel.__name__ for it, _ in launches}

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
-from moefuse.ops.meaning.lora_calls import Term
+from moefuse.ops.meaning.call import Body, ExpertsCall, Stack, Term
 from tests.strategies import THOROUGH
 from tests.triton.test_compiled import SHARED, source, spills
 
@@ -184,15 +183,14 @@ RANKS = {"many rows": 16, "in-out": 20, "separate": 128, "odd": 3, "held, many r
 def test_low_rank_terms(name: str, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors in float32 beside 16 bits: B of "in-out" with the expert as the fastest dimension, those of "separate" apart."""
     from moefuse.kernels.triton.provide import lora
-    from moefuse.ops.meaning.lora_calls import LoraCall, LoraGradCall
+    from moefuse.ops.meaning.grad_calls import GradCall, Needs
 
-    call, terms = low_rank_call(name)
-    needs = (True, True, *[False] * 6, True, True, False, False, True, True)
+    call = low_rank_call(name)
+    need = Needs.of([True, True, *[False] * 6, True, True, False, False, True, True], False)
 
     def run() -> None:
-        out, h, order, offsets, u = lora.experts_lora_forward(LoraCall(call, terms))
-        stacks = call.w_in, call.w_up, call.w_out
-        lora.experts_lora_backward(LoraGradCall(out, call.x, call.weights, h, order, offsets, u, *stacks, terms, needs, call.body))
+        out, h, order, offsets, u = lora.experts_forward(call)
+        lora.experts_backward(GradCall(out, call.x, call.weights, h, order, offsets, *call.stacks, need, call.body, u))
 
     compile_all(launches, arch, tmp_path, monkeypatch, run)
     assert {"linear_tiles", "weight_grads", "copy_factors"} <= {it.kernel.__name__ for it, _ in launches}
@@ -204,15 +202,14 @@ def test_low_rank_terms_of_few_slots(
 ) -> None:
     """Factors in float32 are read where they are: no copies. Weights in float32 are rounded by tiles only."""
     from moefuse.kernels.triton.provide import lora
-    from moefuse.ops.meaning.lora_calls import LoraCall
 
-    call, terms = low_rank_call(name, tokens=2)
-    compile_all(launches, arch, tmp_path, monkeypatch, lambda: lora.experts_lora(LoraCall(call, terms)))
+    call = low_rank_call(name, tokens=2)
+    compile_all(launches, arch, tmp_path, monkeypatch, lambda: lora.experts(call))
     names = {it.kernel.__name__ for it, _ in launches}
     assert "linear_tiles" in names if SIZES[name].held else names == {"shrink_vectors", "up_vectors", "down_vectors"}
 
 
-def low_rank_call(name: str, tokens: int | None = None) -> tuple[ExpertsCall, tuple[Term, ...]]:
+def low_rank_call(name: str, tokens: int | None = None) -> ExpertsCall:
     s, rank = SIZES[name], RANKS[name]
     tokens = tokens or s.tokens
     ids = torch.empty(tokens, s.top_k, dtype=torch.int64, device="meta")
@@ -229,8 +226,8 @@ def low_rank_call(name: str, tokens: int | None = None) -> tuple[ExpertsCall, tu
     def term(out: int, inputs: int) -> Term:
         return Term(factor(rank, inputs), factor(out, rank), 0.5)
 
-    terms = (term(2 * s.inter, s.hidden), Term([], [], 0.0), term(s.hidden, s.inter))
-    return ExpertsCall(x, ids, weights, w_in, w_up, w_out, body, x.dtype), terms
+    w_in, w_out = w_in._replace(term=term(2 * s.inter, s.hidden)), w_out._replace(term=term(s.hidden, s.inter))
+    return ExpertsCall(x, ids, weights, w_in, w_up, w_out, body, x.dtype)
 
 
 SCORES = [(4096, 1024, 32), (300, 8, 2)]

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
-from moefuse.ops.meaning.coded_calls import CodedCall
 from moefuse.ops.meaning.encoding import EXPONENTS, LDEXP, MADE, Encoding, Packing, Rounding
 from tests.triton.test_compiled import SHARED, source, spills
 from tests.triton.test_compiled_coded import HIDDEN, INTER, TOP_K, projection
@@ -50,11 +49,11 @@ def _on_device(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "device_of", lambda _: device)
 
 
-def _call(name: str, tokens: int, top_k: int = TOP_K) -> CodedCall:
-    (w_in, c_in), (w_out, c_out) = (projection(*ENCODINGS[name], *sizes) for sizes in ((2 * INTER, HIDDEN), (HIDDEN, INTER)))
+def _call(name: str, tokens: int, top_k: int = TOP_K) -> ExpertsCall:
+    w_in, w_out = (projection(*ENCODINGS[name], *sizes) for sizes in ((2 * INTER, HIDDEN), (HIDDEN, INTER)))
     x, weights = (torch.empty(tokens, n, dtype=torch.bfloat16, device="meta") for n in (HIDDEN, top_k))
     ids = torch.empty(tokens, top_k, dtype=torch.int64, device="meta")
-    return CodedCall(ExpertsCall(x, ids, weights, w_in, Stack([]), w_out, Body(), x.dtype), (c_in, None, c_out))
+    return ExpertsCall(x, ids, weights, w_in, Stack([]), w_out, Body(), x.dtype)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +76,10 @@ def test_large_experts_by_channels(tokens: int, hidden: int, taken: bool, monkey
 
     _on_device(90, monkeypatch)
     encoding = ENCODINGS["fp8 channels, tokens too"]
-    (w_in, c_in), (w_out, c_out) = (projection(*encoding, *sizes) for sizes in ((4096, hidden), (hidden, 2048)))
+    w_in, w_out = (projection(*encoding, *sizes) for sizes in ((4096, hidden), (hidden, 2048)))
     x, ids = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="meta"), torch.empty(tokens, 8, dtype=torch.int64, device="meta")
     weights = torch.empty(tokens, 8, dtype=torch.bfloat16, device="meta")
-    call = CodedCall(ExpertsCall(x, ids, weights, w_in, Stack([]), w_out, Body(), x.dtype), (c_in, None, c_out))
+    call = ExpertsCall(x, ids, weights, w_in, Stack([]), w_out, Body(), x.dtype)
     assert (words.refusal(call) is None) == taken
 
 

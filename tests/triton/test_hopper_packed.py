@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
-from moefuse.ops.meaning.coded_calls import CodedCall
 from tests.triton.test_compiled import SHARED, source, spills
 from tests.triton.test_compiled_coded import HIDDEN, INTER, projection
 from tests.triton.test_compiled_grouped import launches
@@ -37,11 +36,11 @@ def test_layer(name: str, rows: int, launches: list[Any], tmp_path: Path, monkey
     device = layout.Device("", 132, SHARED[90], True)
     for module in (host, sizes, sorted_rows, packed_specialised):
         monkeypatch.setattr(module, "device_of", lambda _: device)
-    (w_in, c_in), (w_out, c_out) = (projection(*ENCODINGS[name], *sizes) for sizes in ((2 * INTER, HIDDEN), (HIDDEN, INTER)))
+    w_in, w_out = (projection(*ENCODINGS[name], *sizes) for sizes in ((2 * INTER, HIDDEN), (HIDDEN, INTER)))
     x, weights = (torch.empty(2048, n, dtype=torch.bfloat16, device="meta") for n in (HIDDEN, 8))
     ids = torch.empty(2048, 8, dtype=torch.int64, device="meta")
     body = Body("swiglu_oai", (1.702, 7.0), gating="interleaved") if rows in (64, 256) else Body()
-    call = CodedCall(ExpertsCall(x, ids, weights, w_in, Stack([]), w_out, body, x.dtype), (c_in, None, c_out))
+    call = ExpertsCall(x, ids, weights, w_in, Stack([]), w_out, body, x.dtype)
     assert packed.experts(call, rows) is not None
     made = [(it, tensors) for it, tensors in launches if it.kernel.__name__ == "packed_products"]
     assert len(made) == 2

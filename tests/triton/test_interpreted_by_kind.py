@@ -27,9 +27,9 @@ BLOCKS = ENCODINGS["fp8 blocks"]
 @pytest.fixture
 def known(world: World) -> Iterator[World]:
     """The Triton providers as on CUDA, for CPU tensors."""
-    from moefuse.kernels.triton.provide import coded as experts, grouped_coded
+    from moefuse.kernels.triton.provide import extended, grouped_coded
 
-    modules = {"experts_coded": experts, "grouped_linear_coded": grouped_coded}
+    modules = {"experts_extended": extended, "grouped_linear_coded": grouped_coded}
     before = {name: list(providers.PROVIDERS[name]) for name in modules}
     for name, module in modules.items():
         found = providers.Provider("triton", module.supports, getattr(module, name), "cpu", None, providers._by_kind)
@@ -69,7 +69,7 @@ def in_order(tensors: list[Tensor], order: list[int]) -> list[Tensor]:
 def test_a_known_kind(storage: str, known: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other numbers at other addresses, of experts that lie in memory in another order. (Unequal strides: bytes are stacked by torch, so
     the record has to show float8 as bytes there.)"""
-    from moefuse.ops import coded as ops
+    from moefuse.ops import extended as ops
 
     for seed, order in ((0, [0, 1, 2]), (1, [2, 0, 1]), (2, [1, 2, 0])):
         args, options = drawn(seed, separate=storage != "stacked")
@@ -81,7 +81,7 @@ def test_a_known_kind(storage: str, known: World, monkeypatch: pytest.MonkeyPatc
         known.first.clear()
         with monkeypatch.context() as patch:
             if seed:
-                patch.setattr(ops, "checked", None)  # a call from a record does not come there
+                patch.setattr(ops, "check_call", None)  # a call from a record does not come there
             assert torch.equal(op(args, options), wanted)
         assert not seed or set(known.first) <= {"write_addresses"}
 
@@ -230,9 +230,9 @@ def test_a_provider_in_front(known: World) -> None:
     """It is asked, whatever has a record."""
     args, options = drawn(0)
     op(args, options)
-    providers.register("experts_coded", providers.Provider("own", lambda call: None, lambda call: call.x.new_zeros(3, 32)))
+    providers.register("experts_extended", providers.Provider("own", lambda call: None, lambda call: call.x.new_zeros(3, 32)))
     assert not op(args, options).any()
-    providers.unregister("experts_coded", "own")
+    providers.unregister("experts_extended", "own")
     assert op(args, options).any()
 
 

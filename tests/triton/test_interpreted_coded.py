@@ -22,7 +22,7 @@ pytestmark = [
 
 # The interpreter cuts where it should round to bfloat16; steps in that are for the device (tests/gpu).
 ENCODINGS = {name: replace(e, arithmetic="f16" if e.arithmetic == "bf16" else e.arithmetic) for name, e in EVERY.items()}
-OPS = ("experts_coded", "experts_coded_forward", "experts_coded_backward")
+OPS = ("experts_extended", "experts_extended_forward", "experts_extended_backward")
 SMALL = Case(tokens=9, hidden=32, inter=48, hidden_out=40, experts=5, top_k=2, dtype=torch.float32, low_id=-1)
 
 
@@ -87,7 +87,7 @@ def test_the_op(name: str, gating: str) -> None:
     args, dense, options = coded(case, ENCODINGS[name], ENCODINGS[name] if gating == "separate" else None, ENCODINGS[name])
     with interpreted(provide(), OPS) as ran:
         out, grads = run(args, options)
-    assert set(ran) == {"experts_coded_forward", "experts_coded_backward"}
+    assert set(ran) == {*OPS[1:]}
     assert_as_exact(out, reference(dense, **case.options), reference(to(dense, torch.float64), **case.options))
     _, theirs = run(args, options)
     for ours, portable in zip(grads, theirs, strict=True):
@@ -115,7 +115,7 @@ def test_inference(tokens: int) -> None:
     args, dense, options = coded(case, ENCODINGS["nibbles"], None, ENCODINGS["int8 channels"])
     with interpreted(provide(), OPS) as ran:
         out = torch.ops.moefuse.experts_coded(*args, **options)
-    assert ran == ["experts_coded"]
+    assert ran == ["experts_extended"]
     assert_as_exact(out, reference(dense, **case.options), reference(to(dense, torch.float64), **case.options))
 
 
@@ -187,25 +187,25 @@ def test_zeros_behind_the_scales_are_not_taken() -> None:
 
 def test_what_is_not_taken() -> None:
     """float64, which tensor cores do not have for these, is left to the portable code, with the reason."""
-    from moefuse.ops.meaning.coded_calls import CodedCall
+    from moefuse.ops.extended import coded_call
 
     args, _, options = coded(SMALL.with_(dtype=torch.float64, inter=32), ENCODINGS["fp8 blocks"], None, ENCODINGS["fp8 blocks"])
-    assert provide().supports(CodedCall.of(*args, **options)) == "no kernel for torch.float64"
+    assert provide().supports(coded_call(*args, **options)) == "no kernel for torch.float64"
 
 
 def test_small_groups_of_activations_are_not_taken() -> None:
     """Tensor cores take more inputs at once than share a scale."""
-    from moefuse.ops.meaning.coded_calls import CodedCall
+    from moefuse.ops.extended import coded_call
 
     encoding = replace(ENCODINGS["fp8 blocks"], activation=Rounding("e4m3", 8))
     args, _, options = coded(SMALL.with_(inter=32), encoding, None, encoding)
-    reason = provide().supports(CodedCall.of(*args, **options))
+    reason = provide().supports(coded_call(*args, **options))
     assert reason is not None
     assert reason.startswith("the program rounds activations e4m3 per token and 8 inputs")
 
 
 def provide() -> Any:
-    from moefuse.kernels.triton.provide import coded as module
+    from moefuse.kernels.triton.provide import extended as module
 
     return module
 

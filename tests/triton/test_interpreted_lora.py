@@ -18,14 +18,14 @@ pytestmark = [
     pytest.mark.usefixtures("ran"),
 ]
 T, E, K, H, INNER = SMALL
-ALL = ("experts_lora_forward", "experts_lora_backward")
+ALL = ("experts_extended_forward", "experts_extended_backward")
 
 
 @pytest.fixture
 def ran() -> Iterator[list[str]]:
-    from moefuse.kernels.triton.provide import lora
+    from moefuse.kernels.triton.provide import extended
 
-    with interpreted(lora, ("experts_lora", *ALL)) as names:
+    with interpreted(extended, ("experts_extended", *ALL)) as names:
         yield names
 
 
@@ -96,7 +96,7 @@ def test_inference(gating: str, ran: list[str]) -> None:
     with torch.no_grad():
         found = ours(args, gating=gating)
     assert torch.equal(found, expected)
-    assert ran == ["experts_lora_forward", "experts_lora"]
+    assert ran == ["experts_extended_forward", "experts_extended"]
 
 
 def test_no_tokens() -> None:
@@ -128,11 +128,11 @@ def test_through_descriptors(flags: dict[str, Any], monkeypatch: pytest.MonkeyPa
 
 def test_saved_for_backward() -> None:
     """u is rows times s * A, of all terms side by side, zeros for slots of nobody."""
-    from moefuse.ops.meaning.lora_calls import LoraCall
+    from moefuse.ops.extended import lora_call
 
     args = [a.detach() if isinstance(a, Tensor) else [t.detach() for t in a] for a in arguments("merged", torch.float64, torch.float64)]
-    packed = LoraCall.of(*args, scales=SCALES).pack()
-    _, h, order, offsets, u = torch.ops.moefuse.experts_lora_forward(*packed)
+    packed = lora_call(*args, scales=SCALES).pack_extended()
+    _, h, order, offsets, u = torch.ops.moefuse.experts_extended_forward(*packed)
     assert (h.shape, u.shape) == ((T * K, 2 * INNER), (T * K, 6))
     assert not u[int(offsets[-1]) :].any()
     e = int(torch.bucketize(torch.tensor(0), offsets[1:], right=True))
@@ -145,11 +145,11 @@ def test_saved_for_backward() -> None:
 def test_hidden_activations_once_more(gating: str, on_input: bool) -> None:
     """What a layer that keeps none computes in backward, from u as it was kept: the same bits, rows that are nobody's zero."""
     from moefuse.kernels.triton.provide import lora
-    from moefuse.ops.meaning.lora_calls import LoraCall
+    from moefuse.ops.extended import lora_call
 
     args = moved(arguments(gating, torch.float32, torch.float32))
-    call = LoraCall.of(*args, scales=SCALES, gating=gating, weight_on_input=on_input)
-    _, h, order, offsets, u = lora.experts_lora_forward(call)
-    again = lora.experts_lora_hidden(call, order, offsets, u)
+    call = lora_call(*args, scales=SCALES, gating=gating, weight_on_input=on_input)
+    _, h, order, offsets, u = lora.experts_forward(call)
+    again = lora.experts_hidden(call, order, offsets, u)
     assert torch.equal(again, h)
     assert not again[int(offsets[-1]) :].any()

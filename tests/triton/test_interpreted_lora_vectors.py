@@ -22,7 +22,7 @@ FEW = Sizes(tokens=3, experts=5, top_k=2, hidden=12, inner=10)
 @pytest.fixture(autouse=True)
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Every case runs by vectors."""
-    from moefuse.kernels.triton.provide import lora, lora_vectors
+    from moefuse.kernels.triton.provide import extended, lora_vectors
 
     count, run = [0], lora_vectors.experts
 
@@ -31,7 +31,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return run(*args)
 
     monkeypatch.setattr(lora_vectors, "experts", counted)
-    with interpreted(lora, ("experts_lora",)):
+    with interpreted(extended, ("experts_extended",)):
         yield count
     assert count[0]
 

@@ -14,13 +14,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),  # the interpreter, about NumPy
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy, about the NaN of these tests
 ]
-CODED = ("experts_coded", "experts_coded_forward", "experts_coded_backward")
+EXTENDED = ("experts_extended", "experts_extended_forward", "experts_extended_backward")
 BY = {
     "experts, in parts": {"training": ("experts_forward", *(f"experts_backward_{part}" for part in ("rows", "in", "out")))},
-    "lora": {"lora": ("experts_lora", "experts_lora_forward", "experts_lora_backward")},
-    "coded": {"coded": CODED},
-    "coded, rounded": {"coded": CODED},
-    "coded, in pairs": {"coded": CODED},
+    "lora": {"extended": EXTENDED},
+    "coded": {"extended": EXTENDED},
+    "coded, rounded": {"extended": EXTENDED},
+    "coded, in pairs": {"extended": EXTENDED},
     "grouped tier": {"grouped": TIER},
     "grouped, coded": {"grouped_coded": ("grouped_linear_coded", "grouped_linear_coded_backward")},
     "router": {"router": ("topk", "route"), "logits": ("router_logits",)},

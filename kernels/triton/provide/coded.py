@@ -1,4 +1,4 @@
-"""``moefuse::experts_coded`` and its gradients on CUDA: products whose weights are made in registers, between the kernels of training.
+"""Experts with weights in few bits and their gradients on CUDA: weights are made in registers, between the kernels of training.
 
 No weight is unpacked in memory, in forward or backward: the gradient of a projection's rows reads the same storage again. Nothing waits
 for the device.
@@ -22,24 +22,22 @@ from moefuse.kernels.triton.host.token_codes import Rounded
 from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.provide import library, packed, rounded, unpacked, words
 from moefuse.kernels.triton.provide.products import Own
-from moefuse.ops.meaning.call import Stack
-from moefuse.ops.meaning.coded_calls import CodedCall, CodedGrads
+from moefuse.ops.meaning.call import ExpertsCall, Stack, Stacks
 from moefuse.ops.meaning.coded_weights import Codes
 from moefuse.ops.meaning.encoding import Encoding
+from moefuse.ops.meaning.grad_calls import GradCall
+from moefuse.ops.meaning.reference import accumulation_dtype
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-__all__ = ["experts_coded", "experts_coded_backward", "experts_coded_forward", "supports"]
 
-
-def supports(call: CodedCall | CodedGrads) -> str | None:
+def supports(call: ExpertsCall | GradCall) -> str | None:
     """None, or why these kernels cannot run a call."""
-    stacks = call.stacks
     if call.x.dtype not in DTYPES:
         return f"no kernel for {call.x.dtype}"
-    given = [(codes, stack) for codes, stack in zip(call.codes, stacks, strict=True) if codes is not None]
+    given = [(stack.codes, stack) for stack in call.stacks if stack.codes is not None]
     refused = [coded.refusal(codes, stack.weight[0]) for codes, stack in given]
-    refused += [token_codes.refusal(codes) for codes, _ in given if codes.encoding.activation is not None]
+    refused += [token_codes.refusal(codes) for codes, stack in given if stack.rounding is not None]
     return next((reason for reason in refused if reason is not None), None)
 
 
@@ -49,36 +47,38 @@ def _bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _as_bytes(call: Any) -> Any:
-    stacks = [
-        stack if codes is None else Stack(_bytes(stack.weight), stack.bias) for stack, codes in zip(call.stacks, call.codes, strict=True)
-    ]
-    codes = tuple(None if c is None else Codes(c.encoding, _bytes(c.scale), _bytes(c.zero)) for c in call.codes)
-    return call.with_stacks(stacks, codes)
+    def as_bytes(stack: Stack) -> Stack:
+        if stack.codes is None:
+            return stack
+        encoding, scale, zero = stack.codes
+        return stack._replace(weight=_bytes(stack.weight), codes=Codes(encoding, _bytes(scale), _bytes(zero)))
+
+    w_in, w_up, w_out = map(as_bytes, call.stacks)
+    return call.with_stacks((w_in, w_up, w_out))
 
 
-def experts_coded(call: CodedCall) -> Tensor:
-    """``moefuse::experts_coded``."""
-    call = _as_bytes(call)
-    return _inference(call)  # type: ignore[no-any-return]
+def experts(call: ExpertsCall) -> Tensor:
+    """The output [T, Hout]."""
+    return _inference(_as_bytes(call))  # type: ignore[no-any-return]
 
 
-def experts_coded_forward(call: CodedCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output and (h, order, offsets) for backward; dead rows of h are zeros."""
+def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output and (h, order, offsets, u) for backward; dead rows of h are zeros, and there is nothing in u."""
     return _forward(_as_bytes(call))  # type: ignore[no-any-return]
 
 
-def experts_coded_backward(call: CodedGrads) -> list[Tensor]:
-    """The gradients that ``call.needs`` asks for, flattened."""
+def experts_backward(call: GradCall) -> list[Tensor]:
+    """The gradients that ``call.need`` asks for, flattened."""
     return _backward(_as_bytes(call))  # type: ignore[no-any-return]
 
 
 class _Products:
     """The products of a call over its sorted rows, each by the kernel that its weights need."""
 
-    def __init__(self, it: Sorted, dtype: torch.dtype, stacks: Sequence[Stack], codes: Sequence[Codes | None]) -> None:
+    def __init__(self, it: Sorted, dtype: torch.dtype, stacks: Stacks) -> None:
         self.own = Own(it, dtype)
-        self.stacks, self.codes = stacks, codes
-        self.held: list[Held | None] = [None if c is None else coded.held(s.weight, c) for s, c in zip(stacks, codes, strict=True)]
+        self.stacks = stacks
+        self.held: list[Held | None] = [None if s.codes is None else coded.held(s.weight, s.codes) for s in stacks]
         self.last: tuple[Tensor, Rounded] | None = None
 
     def sizes(self, which: int) -> tuple[int, int]:
@@ -113,8 +113,7 @@ class _Products:
 
     def rounds(self, which: int) -> bool:
         """Whether a projection rounds its rows."""
-        codes = self.codes[which]
-        return codes is not None and codes.encoding.activation is not None
+        return self.stacks[which].rounding is not None
 
     def weight_grads(self, h: Tensor, d_a: Tensor, how: Activation, d_weights: Tensor, grad: Tensor, bias: Weight | None) -> None:
         """The gradient of routing weights on the output, where the second projection rounds: from the activation as it was multiplied."""
@@ -134,7 +133,7 @@ class _Products:
 
 
 @recorded
-def _inference(call: CodedCall) -> Tensor:
+def _inference(call: ExpertsCall) -> Tensor:
     found = packed.experts(call)
     if found is None and words.refusal(call) is None:
         return words.experts(call)
@@ -143,22 +142,21 @@ def _inference(call: CodedCall) -> Tensor:
 
 
 @recorded
-def _forward(call: CodedCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _layer(call)
+def _forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return *_layer(call), torch.empty((call.ids.numel(), 0), dtype=accumulation_dtype(call.dtype), device=call.device)
 
 
-def _layer(call: CodedCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x, base, body = call.x, call.base, call.base.body
-    slots, experts = base.ids.numel(), base.w_in.experts
-    order, offsets = sorted_rows.sort(base.ids, experts)
-    it = Sorted(order, offsets, slots, experts, base.top_k)
-    by = _Products(it, x.dtype, call.stacks, call.codes)
+def _layer(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, body, slots, experts = call.x, call.body, call.ids.numel(), call.w_in.experts
+    order, offsets = sorted_rows.sort(call.ids, experts)
+    it = Sorted(order, offsets, slots, experts, call.top_k)
+    by = _Products(it, x.dtype, call.stacks)
     (hidden, inter), width = by.sizes(2), (2 if body.split else 1) * by.sizes(0)[0]
-    out = torch.empty((x.shape[0], hidden), dtype=base.out_dtype, device=x.device)
+    out = torch.empty((x.shape[0], hidden), dtype=call.out_dtype, device=x.device)
     h = torch.empty((slots, width), dtype=x.dtype, device=x.device)
     if not slots:
         return out.zero_(), h, order, offsets
-    scale, features = base.weights if body.on_input else None, by.sizes(0)[0]
+    scale, features = call.weights if body.on_input else None, by.sizes(0)[0]
     for which, target in enumerate((h[:, :features], h[:, features:]) if body.split else (h,)):
         by.linear(which, x, target, tokens=True, scale=scale)
     a = torch.empty((slots, inter), dtype=x.dtype, device=x.device)
@@ -167,21 +165,20 @@ def _layer(call: CodedCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         pointwise.activate(a, h, it, Activation(body, inter))
     y = by.linear(2, a, torch.empty((slots, hidden), dtype=x.dtype, device=x.device))
     if hidden:
-        sorted_rows.sum_slots(out, y, it, None if body.on_input else base.weights)
+        sorted_rows.sum_slots(out, y, it, None if body.on_input else call.weights)
     return out, h, order, offsets
 
 
 @recorded
-def _backward(call: CodedGrads) -> list[Tensor]:
-    grads, body, need = call.grads, call.grads.body, call.grads.need
-    x, weights, h = grads.x, grads.weights, grads.h.contiguous()
-    slots = grads.order.shape[0]
-    it = Sorted(grads.order.contiguous(), grads.offsets.contiguous(), slots, grads.offsets.shape[0] - 1, weights.shape[1])
-    by = _Products(it, x.dtype, call.stacks, call.codes)
+def _backward(call: GradCall) -> list[Tensor]:
+    body, need, x, weights, h = call.body, call.need, call.x, call.weights, call.h.contiguous()
+    slots = call.order.shape[0]
+    it = Sorted(call.order.contiguous(), call.offsets.contiguous(), slots, call.offsets.shape[0] - 1, weights.shape[1])
+    by = _Products(it, x.dtype, call.stacks)
     (_, inter), (features, hidden) = by.sizes(2), by.sizes(0)
     d_weights = torch.zeros(weights.shape, dtype=weights.dtype, device=x.device) if need.weights else None
     d_x = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if need.x else None
-    d_out, d_h = grads.grad.to(h.dtype), torch.empty_like(h)
+    d_out, d_h = call.grad.to(h.dtype), torch.empty_like(h)
     bias = call.stacks[2].bias
     if slots:
         last = linear.weight(bias, 1) if bias else None

@@ -1,4 +1,4 @@
-"""``moefuse::experts_lora`` and its gradients on CUDA: the products of training, each with its low-rank term before it is rounded.
+"""Experts with low-rank terms and their gradients on CUDA: the products of training, each with its low-rank term before it is rounded.
 
 A term is two small products. Rows times s * A make u [S, r] (a launch that reads the rows once more), and u times B^T is the last step of
 the tiles of the base product, so no pass over the output is added. Backward is the same with the factors exchanged: d_y times s * B makes
@@ -18,16 +18,16 @@ from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.provide import lora_vectors
 from moefuse.kernels.triton.provide.grouped import supports
 from moefuse.kernels.triton.provide.products import Own
-from moefuse.ops.meaning.lora_calls import LoraCall, LoraGradCall, Term
+from moefuse.ops.meaning.call import ExpertsCall, Term, columns
+from moefuse.ops.meaning.grad_calls import GradCall
 from moefuse.ops.meaning.reference import accumulation_dtype
-from moefuse.runtime.lora import columns
 
-__all__ = ["experts_lora", "experts_lora_backward", "experts_lora_forward", "experts_lora_hidden", "supports"]
+__all__ = ["experts", "experts_backward", "experts_forward", "experts_hidden", "supports"]
 
 
 @recorded
-def experts_lora(call: LoraCall) -> Tensor:
-    """``moefuse::experts_lora``."""
+def experts(call: ExpertsCall) -> Tensor:
+    """The output [T, Hout]."""
     config = lora_vectors.blocks_of(call)
     if config is not None:
         return lora_vectors.experts(call, config)
@@ -35,94 +35,94 @@ def experts_lora(call: LoraCall) -> Tensor:
 
 
 @recorded
-def experts_lora_forward(call: LoraCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output and (h, order, offsets, u) for backward; dead rows of h and u are zeros."""
     return _forward(call, keep=True)
 
 
 @recorded
-def experts_lora_hidden(call: LoraCall, order: Tensor, offsets: Tensor, u: Tensor) -> Tensor:
-    """h of :func:`experts_lora_forward`, once more, for the slots in the order that it sorted them into; u is what it made of them."""
-    base, slots = call.base, order.shape[0]
+def experts_hidden(call: ExpertsCall, order: Tensor, offsets: Tensor, u: Tensor) -> Tensor:
+    """h of :func:`experts_forward`, once more, for the slots in the order that it sorted them into; u is what it made of them."""
+    slots = order.shape[0]
     if not slots:
-        return torch.empty((0, base.width), dtype=base.x.dtype, device=base.x.device)
-    it = Sorted(order, offsets, slots, base.w_in.experts, base.top_k)
-    h = _hidden(call, Own(it, base.x.dtype), slots, [u[:, part] for part in columns(call.terms)], made=True)
+        return torch.empty((0, call.width), dtype=call.x.dtype, device=call.x.device)
+    it = Sorted(order, offsets, slots, call.w_in.experts, call.top_k)
+    h = _hidden(call, Own(it, call.x.dtype), slots, [u[:, part] for part in columns(call.stacks)], made=True)
     if h.numel():
         sorted_rows.clear_dead(h, it)
     return h
 
 
-def _forward(call: LoraCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _forward(call: ExpertsCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``keep``: whether anything but the output is read, so that dead rows count."""
-    base, terms = call.base, call.terms
-    x, body = base.x, base.body
-    (hidden, inter), slots = base.w_out.weight[0].shape[-2:], base.ids.numel()
-    order, offsets = sorted_rows.sort(base.ids, base.w_in.experts)
-    out = torch.empty((x.shape[0], hidden), dtype=base.out_dtype, device=x.device)
+    x, body = call.x, call.body
+    (hidden, inter), slots = call.w_out.weight[0].shape[-2:], call.ids.numel()
+    order, offsets = sorted_rows.sort(call.ids, call.w_in.experts)
+    out = torch.empty((x.shape[0], hidden), dtype=call.out_dtype, device=x.device)
     u = torch.empty((slots, call.ranks), dtype=accumulation_dtype(x.dtype), device=x.device)
     if not slots:
-        return out.zero_(), torch.empty((0, base.width), dtype=x.dtype, device=x.device), order, offsets, u
-    it = Sorted(order, offsets, slots, base.w_in.experts, base.top_k)
-    by, parts = Own(it, x.dtype), [u[:, part] for part in columns(terms)]
+        return out.zero_(), torch.empty((0, call.width), dtype=x.dtype, device=x.device), order, offsets, u
+    it = Sorted(order, offsets, slots, call.w_in.experts, call.top_k)
+    by, parts = Own(it, x.dtype), [u[:, part] for part in columns(call.stacks)]
     h = _hidden(call, by, slots, parts)
     a = torch.empty((slots, inter), dtype=x.dtype, device=x.device)
     if inter:
         pointwise.activate(a, h, it, Activation(body, inter))
-    _rows_times_a(by, terms[2], a, parts[2])
-    y = by.linear(a, *base.w_out, term=_term(terms[2], parts[2], a.dtype))
+    _rows_times_a(by, call.w_out.term, a, parts[2])
+    y = by.linear(a, *call.w_out[:2], term=_term(call.w_out.term, parts[2], a.dtype))
     for kept in (h, u) if keep else ():
         if kept.numel():
             sorted_rows.clear_dead(kept, it)
     if hidden:
-        sorted_rows.sum_slots(out, y, it, None if body.on_input else base.weights)
+        sorted_rows.sum_slots(out, y, it, None if body.on_input else call.weights)
     return out, h, order, offsets, u
 
 
-def _hidden(call: LoraCall, by: Own, slots: int, u: list[Tensor], made: bool = False) -> Tensor:
+def _hidden(call: ExpertsCall, by: Own, slots: int, u: list[Tensor], made: bool = False) -> Tensor:
     """The first projection, or both of them side by side; rows that are nobody's are not written.
 
     ``u``: for each projection the columns that its term's rows times s * A go to, or are in (``made``).
     """
-    base, x = call.base, call.base.x
-    scale, features = base.weights if base.body.on_input else None, base.w_in.features
-    h = torch.empty((slots, base.width), dtype=x.dtype, device=x.device)
-    targets = [(base.w_in, h[:, :features]), (base.w_up, h[:, features:])] if base.body.split else [(base.w_in, h)]
-    for (stack, target), term, columns_of in zip(targets, call.terms, u, strict=False):
+    x = call.x
+    scale, features = call.weights if call.body.on_input else None, call.w_in.features
+    h = torch.empty((slots, call.width), dtype=x.dtype, device=x.device)
+    targets = [(call.w_in, h[:, :features]), (call.w_up, h[:, features:])] if call.body.split else [(call.w_in, h)]
+    for (stack, target), columns_of in zip(targets, u, strict=False):
         if not made:
-            _rows_times_a(by, term, x, columns_of, tokens=True, scale=scale)
-        by.linear(x, *stack, tokens=True, scale=scale, out=target, term=_term(term, columns_of, x.dtype))
+            _rows_times_a(by, stack.term, x, columns_of, tokens=True, scale=scale)
+        by.linear(x, *stack[:2], tokens=True, scale=scale, out=target, term=_term(stack.term, columns_of, x.dtype))
     return h
 
 
-def _rows_times_a(by: Own, term: Term, rows: Tensor, u: Tensor, tokens: bool = False, scale: Tensor | None = None) -> None:
+def _rows_times_a(by: Own, term: Term | None, rows: Tensor, u: Tensor, tokens: bool = False, scale: Tensor | None = None) -> None:
     """Rows times s * A into u, where there is a term."""
-    if term.rank:
+    if term is not None:
         by.linear(rows, [factors.copied(term.a, rows.dtype, term.scale)], tokens=tokens, scale=scale, out=u)
 
 
-def _term(term: Term, u: Tensor, dtype: torch.dtype) -> linear.Term | None:
+def _term(term: Term | None, u: Tensor, dtype: torch.dtype) -> linear.Term | None:
     """What the product adds."""
-    return linear.Term(u, factors.copied(term.b, dtype)) if term.rank else None
+    return None if term is None else linear.Term(u, factors.copied(term.b, dtype))
 
 
 @recorded
-def experts_lora_backward(call: LoraGradCall) -> list[Tensor]:
-    """The gradients that ``call.needs`` asks for, flattened."""
+def experts_backward(call: GradCall) -> list[Tensor]:
+    """The gradients that ``call.need`` asks for, flattened."""
     return _Backward(call).run()
 
 
 class _Backward:
     """One backward call: the last projection, the activation, the first ones."""
 
-    def __init__(self, call: LoraGradCall) -> None:
+    def __init__(self, call: GradCall) -> None:
         self.call, self.body = call, call.body
         slots = call.order.shape[0]
         self.it = Sorted(call.order.contiguous(), call.offsets.contiguous(), slots, call.w_in.experts, call.weights.shape[1])
         self.by = Own(self.it, call.x.dtype)
-        self.need_x, self.need_weights, *self.needs = call.needs
-        self.u = [call.u[:, part] for part in columns(call.terms)]
-        self.stacks = call.w_in, call.w_up, call.w_out
+        self.need_x, self.need_weights, *self.needs = call.need.flags
+        assert call.u is not None
+        self.u = [call.u[:, part] for part in columns(call.stacks)]
+        self.stacks = call.stacks
         self.found: dict[int, Lists] = {}
 
     def run(self) -> list[Tensor]:
@@ -139,9 +139,7 @@ class _Backward:
 
     def nothing(self, d_weights: Tensor | None) -> list[Tensor]:
         """Gradients of a call without tokens."""
-        stacks, terms = self.stacks, self.call.terms
-        lists = (*(s.weight for s in stacks), *(s.bias for s in stacks), *(part for t in terms for part in (t.a, t.b)))
-        zeros = [torch.zeros_like(t) for tensors, wanted in zip(lists, self.needs, strict=True) if wanted for t in tensors]
+        zeros = [torch.zeros_like(t) for tensors, wanted in zip(self.call.lists, self.needs, strict=True) if wanted for t in tensors]
         x = self.call.x
         return [*([x.new_zeros(x.shape)] if self.need_x else []), *([d_weights] if d_weights is not None else []), *zeros]
 
@@ -183,11 +181,11 @@ class _Backward:
 
     def backward_term(self, which: int, d_y: Tensor, wanted: bool = True, tokens: bool = False) -> tuple[Tensor | None, linear.Term | None]:
         """g = d_y times s * B, and what it adds to the gradient of the rows (``wanted``); nothing where there is no term."""
-        term = self.call.terms[which]
-        if not term.a or not (wanted or self.needs[6 + 2 * which]):
+        term = self.stacks[which].term
+        if term is None or not (wanted or self.needs[6 + 2 * which]):
             return None, None
         b = factors.copied(term.b, d_y.dtype, term.scale)
-        g = torch.empty((self.it.slots, term.rank), dtype=self.call.u.dtype, device=d_y.device)
+        g = torch.empty((self.it.slots, term.rank), dtype=self.u[which].dtype, device=d_y.device)
         self.by.linear(d_y, [b], back=True, tokens=tokens, out=g)
         return g, linear.Term(g, factors.copied(term.a, d_y.dtype).transpose(1, 2)) if wanted else None
 
@@ -206,7 +204,8 @@ class _Backward:
 
         ``scale``: the routing weight of each row. That of the last projection is in ``rows`` already.
         """
-        stack, term, it = self.stacks[which], self.call.terms[which], self.it
+        stack, it = self.stacks[which], self.it
+        term = stack.term or Term()
         need_w, need_b, (need_a, need_l) = self.needs[which], self.needs[3 + which], self.needs[6 + 2 * which : 8 + 2 * which]
         of_rows = scale if x_tokens else None
         if need_w:

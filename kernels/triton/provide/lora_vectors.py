@@ -1,4 +1,4 @@
-"""``moefuse::experts_lora`` for few slots on CUDA: the matrix-vector products of ``moefuse::experts`` with terms, and nothing sorted.
+"""Experts with low-rank terms for few slots on CUDA: the matrix-vector products of ``moefuse::experts`` with terms, and nothing sorted.
 
 A launch for each factor A makes u, in the accumulation dtype; what reads a weight adds the term before it rounds. Factors are read where
 they are, in their own dtype. (For many rows ``lora.py`` copies them first, since every tile of rows reads them again.)
@@ -20,9 +20,8 @@ from moefuse.kernels.triton.host.layout import device_of, in_triton
 from moefuse.kernels.triton.host.linear import Weight, weight
 from moefuse.kernels.triton.host.plan import Plan
 from moefuse.kernels.triton.launch.calls import launch
-from moefuse.ops.meaning.lora_calls import LoraCall, Term
+from moefuse.ops.meaning.call import ExpertsCall, Term, columns
 from moefuse.ops.meaning.reference import accumulation_dtype
-from moefuse.runtime.lora import columns
 from moefuse.tuning.problem import Config, power_of_two, problem_of
 
 MOST_SLOTS, MOST_ROWS = 64, 2.0
@@ -46,18 +45,17 @@ class _Expand(NamedTuple):
         return other if self.b is None else self.b
 
 
-def blocks_of(call: LoraCall) -> Config | None:
+def blocks_of(call: ExpertsCall) -> Config | None:
     """The blocks of vectors for a call; None where there are too many slots, or experts that these kernels do not read."""
-    base = call.base
-    (hidden, inter), slots = base.w_out.weight[0].shape[-2:], base.ids.numel()
-    if not (slots and hidden and inter and base.x.shape[1]) or base.held != base.dtype:
+    (hidden, inter), slots = call.w_out.weight[0].shape[-2:], call.ids.numel()
+    if not (slots and hidden and inter and call.x.shape[1]) or call.held != call.dtype:
         return None
-    if any(len(w) > 1 and not weight(w, dims).operand.uniform for w, dims in zip(base.lists, (2, 2, 2, 1, 1, 1), strict=True)):
+    if any(len(w) > 1 and not weight(w, dims).operand.uniform for w, dims in zip(call.lists, (2, 2, 2, 1, 1, 1), strict=True)):
         return None
-    if base.body.split and any((len(a) > 1) != (len(b) > 1) for a, b in ((base.lists[0], base.lists[1]), (base.lists[3], base.lists[4]))):
+    if call.body.split and any((len(a) > 1) != (len(b) > 1) for a, b in ((call.lists[0], call.lists[1]), (call.lists[3], call.lists[4]))):
         return None
-    p, device = problem_of(base.x, base.ids, base.w_in.weight, base.w_out.weight, base.body.gating), device_of(base.x.device)
-    found = choose(p, device.name, device.hopper, device.shared, base.x.element_size())
+    p, device = problem_of(call.x, call.ids, call.w_in.weight, call.w_out.weight, call.body.gating), device_of(call.x.device)
+    found = choose(p, device.name, device.hopper, device.shared, call.x.element_size())
     if found.bm and (p.slots > MOST_SLOTS or p.rows > MOST_ROWS):
         return None
     rule = vectors(p)
@@ -66,19 +64,19 @@ def blocks_of(call: LoraCall) -> Config | None:
     return Config(0, up, down, pdl=device.hopper)
 
 
-def experts(call: LoraCall, config: Config) -> Tensor:
+def experts(call: ExpertsCall, config: Config) -> Tensor:
     """The output [T, H] of a call that has slots."""
-    base, terms = call.base, call.terms
-    plan = Plan(base, config)
-    x, body = base.x, base.body
-    slots, out = base.ids.numel(), torch.empty((plan.tokens, plan.out), dtype=base.out_dtype, device=x.device)
+    plan = Plan(call, config)
+    terms = [stack.term or Term() for stack in call.stacks]
+    x, body = call.x, call.body
+    slots, out = call.ids.numel(), torch.empty((plan.tokens, plan.out), dtype=call.out_dtype, device=x.device)
     h = torch.empty((slots, plan.inter), dtype=x.dtype, device=x.device)
     u = torch.empty((slots, call.ranks), dtype=accumulation_dtype(x.dtype), device=x.device)
-    w_in, w_up, w_out = (weight(s.weight) if s.weight else None for s in (base.w_in, base.w_up, base.w_out))
-    b_in, b_up, b_out = (weight(s.bias, 1) if s.bias else None for s in (base.w_in, base.w_up, base.w_out))
+    w_in, w_up, w_out = (weight(s.weight) if s.weight else None for s in (call.w_in, call.w_up, call.w_out))
+    b_in, b_up, b_out = (weight(s.bias, 1) if s.bias else None for s in (call.w_in, call.w_up, call.w_out))
     assert w_in is not None
     assert w_out is not None
-    routed, parts = {"ids": base.ids, "weights": base.weights}, columns(terms)
+    routed, parts = {"ids": call.ids, "weights": call.weights}, columns(call.stacks)
     for term, part in zip(terms[:2], parts[:2], strict=True):
         _shrink(plan, x, routed, term, u, part, tokens=True)
     gate = _expand(terms[0], u, parts[0], config.up.bn)

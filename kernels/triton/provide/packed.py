@@ -14,7 +14,7 @@ from moefuse.kernels.triton.host import coded, linear, packed_specialised, sorte
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.sorted_rows import Sorted
 from moefuse.kernels.triton.provide import projections
-from moefuse.ops.meaning.coded_calls import CodedCall
+from moefuse.ops.meaning.call import ExpertsCall
 
 LEAST_ROWS, E2M1_ROWS = 4, 7
 """Mean rows of an expert from which on they are taken; of e2m1, which takes more instructions than others. Tests set the first."""
@@ -29,26 +29,26 @@ MOST = {16: 10, 32: 20, 64: 48, 128: 160}
 """Mean rows of an expert up to which tiles are so high (benchmarks/results/coded-h200.json)."""
 
 
-def experts(call: CodedCall, bm: int | None = None) -> Tensor | None:
+def experts(call: ExpertsCall, bm: int | None = None) -> Tensor | None:
     """The output [T, N]; None where these kernels do not make it."""
-    base, body = call.base, call.base.body
-    slots, count = base.ids.numel(), base.w_in.experts
-    if body.on_input or not slots or slots < LEAST_ROWS * count or base.x.stride(1) != 1:
+    body = call.body
+    slots, count = call.ids.numel(), call.w_in.experts
+    if body.on_input or not slots or slots < LEAST_ROWS * count or call.x.stride(1) != 1:
         return None
     of = projections.of_call(call)
     if of is None or (any(_e2m1(held) for held in of[:3]) and slots < E2M1_ROWS * count):
         return None
     first, second, last, biases = of
-    h = torch.empty((slots, last.inputs), dtype=base.x.dtype, device=base.x.device)
-    y = torch.empty((slots, last.features), dtype=base.x.dtype, device=base.x.device)
-    if any(packed_specialised.refusal(part, base.x.dtype, out) is not None for part, out in ((first, h), (last, y))):
+    h = torch.empty((slots, last.inputs), dtype=call.x.dtype, device=call.x.device)
+    y = torch.empty((slots, last.features), dtype=call.x.dtype, device=call.x.device)
+    if any(packed_specialised.refusal(part, call.x.dtype, out) is not None for part, out in ((first, h), (last, y))):
         return None
-    it, position = sorted_rows.sort_with_tiles(base.ids, count, bm or rows(slots / count))
-    x = packed_specialised.in_order(base.x, first, it, tokens=True)
+    it, position = sorted_rows.sort_with_tiles(call.ids, count, bm or rows(slots / count))
+    x = packed_specialised.in_order(call.x, first, it, tokens=True)
     packed_specialised.product(h, x, (first, second), it, biases[:2], body, last)
     packed_specialised.product(y, h, (last, last), it, (biases[2], None))
-    out = torch.empty((base.x.shape[0], last.features), dtype=base.out_dtype, device=base.x.device)
-    sorted_rows.sum_slots(out, y, it, base.weights, position)
+    out = torch.empty((call.x.shape[0], last.features), dtype=call.out_dtype, device=call.x.device)
+    sorted_rows.sum_slots(out, y, it, call.weights, position)
     return out
 
 

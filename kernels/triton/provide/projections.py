@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from moefuse.kernels.triton.host import coded, linear
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.linear import Weight
-from moefuse.ops.meaning.coded_calls import CodedCall
+from moefuse.ops.meaning.call import ExpertsCall
 
 
 class Projections(NamedTuple):
@@ -19,13 +19,13 @@ class Projections(NamedTuple):
     biases: tuple[Weight | None, Weight | None, Weight | None]
 
 
-def of_call(call: CodedCall) -> Projections | None:
+def of_call(call: ExpertsCall) -> Projections | None:
     """None where one kernel does not read gate and up together, or a projection is in floating point."""
-    body = call.base.body
-    every = call.codes if body.split else (call.codes[0], call.codes[2])
-    if any(codes is None for codes in every):
+    body = call.body
+    every = call.stacks if body.split else (call.w_in, call.w_out)
+    held = [coded.held(stack.weight, stack.codes) for stack in every if stack.codes is not None]
+    if len(held) < len(every):
         return None
-    held = [coded.held(s.weight, c) for s, c in zip(call.stacks, call.codes, strict=True) if c is not None]
     first, second = held[0], held[1] if body.split else held[0]
     if body.split and form_of(first) != form_of(second):
         return None

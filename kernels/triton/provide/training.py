@@ -40,7 +40,7 @@ def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if inter:
         sorted_rows.clear_dead(h, it)
         pointwise.activate(a, h, it, Activation(body, inter))
-    y = by.linear(a, *call.w_out)
+    y = by.linear(a, *call.w_out[:2])
     if hidden:
         sorted_rows.sum_slots(out, y, it, None if body.on_input else call.weights)
     return out, h, order, offsets
@@ -65,10 +65,10 @@ def _hidden(call: ExpertsCall, by: Library | Own, slots: int) -> Tensor:
     x, features = call.x, call.w_in.features
     scale = call.weights if call.body.on_input else None
     if not call.body.split:
-        return by.linear(x, *call.w_in, tokens=True, scale=scale)
+        return by.linear(x, *call.w_in[:2], tokens=True, scale=scale)
     h = torch.empty((slots, call.width), dtype=x.dtype, device=x.device)
-    by.linear(x, *call.w_in, tokens=True, scale=scale, out=h[:, :features])
-    by.linear(x, *call.w_up, tokens=True, scale=scale, out=h[:, features:])
+    by.linear(x, *call.w_in[:2], tokens=True, scale=scale, out=h[:, :features])
+    by.linear(x, *call.w_up[:2], tokens=True, scale=scale, out=h[:, features:])
     return h
 
 
@@ -128,7 +128,7 @@ def experts_backward_in(call: InCall) -> list[Tensor]:
 @recorded
 def experts_backward_out(call: OutCall) -> list[Tensor]:
     """What ``call.need`` asks for of the gradients of w_out and of its biases, flattened."""
-    need, (w, b), it = call.need, call.w_out, _sorted(call, call.w_out)
+    need, (w, b, *_), it = call.need, call.w_out, _sorted(call, call.w_out)
     d_out = call.grad.to(w[0].dtype if call.a is None else call.a.dtype)
     by = products(d_out, it, call.body.gating, (), min(w[0].shape[-2:]), w)
     d_w = by.weight_grads(w, d_out, call.a, g_tokens=True, last=True) if need.w_out and call.a is not None else []

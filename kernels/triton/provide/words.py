@@ -15,7 +15,7 @@ from moefuse.kernels.triton.host.words import Part
 from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.kernels.triton.provide import projections
 from moefuse.kernels.triton.provide.projections import Projections
-from moefuse.ops.meaning.coded_calls import CodedCall
+from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.tuning.problem import power_of_two
 
 LONE = 8
@@ -54,23 +54,23 @@ def choice(held: Held, slots: int, experts: int) -> Choice:
     return Choice(32, Part(4, 2, 2), Part(4, 2, 2))
 
 
-def most(call: CodedCall) -> int:
+def most(call: ExpertsCall) -> int:
     """Mean rows of an expert up to which a call is made so."""
-    encodings = [codes.encoding for codes in call.codes if codes is not None]
+    encodings = [stack.codes.encoding for stack in call.stacks if stack.codes is not None]
     if any(encoding.activation is not None for encoding in encodings):
         return ROUNDED
     return NIBBLES if any(coded.kind_of(encoding)[0] == "range" for encoding in encodings) else ROWS
 
 
-def refusal(call: CodedCall) -> str | None:
+def refusal(call: ExpertsCall) -> str | None:
     """None, or why a call is not made so."""
-    base, device = call.base, device_of(call.x.device)
-    slots = base.ids.numel()
+    device = device_of(call.x.device)
+    slots = call.ids.numel()
     if INTERPRETED or not known() or torch.version.hip is not None:
         return "no Gluon"
-    if not 0 < slots <= most(call) * base.w_in.experts or base.x.stride(1) != 1 or not (base.w_out.features and base.w_out.inputs):
+    if not 0 < slots <= most(call) * call.w_in.experts or call.x.stride(1) != 1 or not (call.w_out.features and call.w_out.inputs):
         return "too many rows"
-    if base.body.on_input:
+    if call.body.on_input:
         return "routing weights go on the tokens"
     it = projections.of_call(call)
     if it is None:
@@ -78,27 +78,27 @@ def refusal(call: CodedCall) -> str | None:
     rounding = it.first.codes.encoding.activation
     if rounding is not None and not rounding.group and slots > ALONE and it.first.features * it.first.inputs >= LARGE:
         return "experts are large"
-    reasons = (words.refusal(h, base.x.dtype, device) for h in (it.first, it.second, it.last))
+    reasons = (words.refusal(h, call.x.dtype, device) for h in (it.first, it.second, it.last))
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _projections(call: CodedCall) -> Projections:
+def _projections(call: ExpertsCall) -> Projections:
     it = projections.of_call(call)
     assert it is not None, "refusal() comes first"
     return it
 
 
-def experts(call: CodedCall) -> Tensor:
+def experts(call: ExpertsCall) -> Tensor:
     """The output [T, N]."""
-    tokens, top_k = call.base.ids.shape
+    tokens, top_k = call.ids.shape
     return lone(call) if tokens <= LONE and top_k <= alone.SLOTS and few_shared(call) else tiled(call)
 
 
-def few_shared(call: CodedCall) -> bool:
+def few_shared(call: ExpertsCall) -> bool:
     """Whether tiles would save little by reading an expert once for its slots: few, or half as many as experts; of bytes a quarter."""
-    slots = call.base.ids.numel()
-    bytewise = any(codes is not None and words.per_word(codes.encoding) == 4 for codes in call.codes)
-    return slots <= ALONE or (4 if bytewise else 2) * slots <= call.base.w_in.experts
+    slots = call.ids.numel()
+    bytewise = any(stack.codes is not None and words.per_word(stack.codes.encoding) == 4 for stack in call.stacks)
+    return slots <= ALONE or (4 if bytewise else 2) * slots <= call.w_in.experts
 
 
 def lone_choice(held: tuple[Held, Held], tokens: int, top_k: int) -> tuple[alone.Part, alone.Part]:
@@ -143,33 +143,33 @@ def _least_idle(turns: int, *ahead: int) -> int:
     return min(ahead, key=lambda many: -turns % many)
 
 
-def lone(call: CodedCall, sizes: tuple[alone.Part, alone.Part] | None = None) -> Tensor:
+def lone(call: ExpertsCall, sizes: tuple[alone.Part, alone.Part] | None = None) -> Tensor:
     """The same for few tokens, in two launches."""
-    base, body, ids, count = call.base, call.base.body, call.base.ids, call.base.w_in.experts
+    body, ids, count = call.body, call.ids, call.w_in.experts
     first, second, last, biases = _projections(call)
     up, down = sizes or lone_choice((first, last), *ids.shape)
-    out = torch.empty((base.x.shape[0], last.features), dtype=base.out_dtype, device=base.x.device)
-    h = torch.empty((ids.numel(), last.inputs), dtype=base.x.dtype, device=base.x.device)
-    alone.product(h, base.x, ids, base.weights, count, body, (first, second), biases[:2], up)
-    alone.product(out, h, ids, base.weights, count, None, (last, last), (biases[2], None), down)
+    out = torch.empty((call.x.shape[0], last.features), dtype=call.out_dtype, device=call.x.device)
+    h = torch.empty((ids.numel(), last.inputs), dtype=call.x.dtype, device=call.x.device)
+    alone.product(h, call.x, ids, call.weights, count, body, (first, second), biases[:2], up)
+    alone.product(out, h, ids, call.weights, count, None, (last, last), (biases[2], None), down)
     return out
 
 
-def tiled(call: CodedCall, sizes: Choice | None = None) -> Tensor:
+def tiled(call: ExpertsCall, sizes: Choice | None = None) -> Tensor:
     """The same for more."""
-    base, body, ids = call.base, call.base.body, call.base.ids
-    slots, count = call.base.ids.numel(), call.base.w_in.experts
+    body, ids = call.body, call.ids
+    slots, count = call.ids.numel(), call.w_in.experts
     first, second, last, biases = _projections(call)
     cols, up, down = sizes or choice(first, slots, count)
     it = sorted_rows.sort_with_tiles(ids, count, cols)[0] if slots > ALONE else None
-    out = torch.empty((base.x.shape[0], last.features), dtype=base.out_dtype, device=base.x.device)
-    h = torch.empty((slots, last.inputs), dtype=base.x.dtype, device=base.x.device)
-    y = torch.empty((slots, last.features), dtype=base.x.dtype, device=base.x.device)
-    x, scales = _rows(base.x, first)
+    out = torch.empty((call.x.shape[0], last.features), dtype=call.out_dtype, device=call.x.device)
+    h = torch.empty((slots, last.inputs), dtype=call.x.dtype, device=call.x.device)
+    y = torch.empty((slots, last.features), dtype=call.x.dtype, device=call.x.device)
+    x, scales = _rows(call.x, first)
     words.product(h, x, ids, it, count, body, (first, second), biases[:2], up, cols, scales)
     a, scales = _rows(h, last)
     words.product(y, a, ids, it, count, None, (last, last), (biases[2], None), down, cols, scales)
-    sorted_rows.sum_given(out, y, ids, base.weights, count)
+    sorted_rows.sum_given(out, y, ids, call.weights, count)
     return out
 
 

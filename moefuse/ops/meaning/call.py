@@ -13,11 +13,13 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moefuse.ops.meaning.activations import ACTIVATIONS
-from moefuse.ops.meaning.reference import GATINGS, count_experts, expert_vector, expert_weight, experts_reference
-from moefuse.ops.meaning.token_codes import Rounding
+from moefuse.ops.meaning.coded_weights import CodedWeights, Codes, codes_by
+from moefuse.ops.meaning.reference import GATINGS, accumulation_dtype, count_experts, expert_vector, expert_weight, experts_by_projections
+from moefuse.ops.meaning.token_codes import Rounding, as_rounded
 
 _NAMES = tuple(ACTIVATIONS)
 _BITS = 8
@@ -76,16 +78,41 @@ class Body:
         return Body(activation, args, GATINGS[body >> _BITS & mask], bool(flags & 1), bool(flags & 2))
 
 
-class Stack(NamedTuple):
-    """The weights of one projection of all experts; empty if there is no such projection.
+Lists = Sequence[Tensor]
+
+
+class Term(NamedTuple):
+    """The low-rank term of one projection: ``s * B_e @ A_e`` beside ``W_e``.
 
     Attributes:
-        weight: one tensor [E, out, in], or E tensors [out, in], of any strides.
-        bias: one tensor [E, out], or E tensors [out]; empty without biases.
+        a: one tensor [E, r, in], or E tensors [r, in]; empty without a term.
+        b: one tensor [E, out, r], or E tensors [out, r].
     """
 
-    weight: Sequence[Tensor]
-    bias: Sequence[Tensor] = ()
+    a: Lists = ()
+    b: Lists = ()
+    scale: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return self.a[0].shape[-2] if self.a else 0
+
+
+class Stack(NamedTuple):
+    """One projection of all experts; its weights are empty if there is no such projection.
+
+    Attributes:
+        weight: one tensor [E, out, in], or E tensors [out, in], of any strides; with codes the storage of these weights.
+        bias: one tensor [E, out], or E tensors [out]; empty without biases.
+        codes: what belongs to the storage of weights in few bits; None: they are in floating point.
+        term: what is added to each product; None: nothing.
+    """
+
+    weight: Lists
+    bias: Lists = ()
+    codes: Codes | None = None
+    term: Term | None = None
 
     @property
     def experts(self) -> int:
@@ -95,32 +122,93 @@ class Stack(NamedTuple):
     @property
     def features(self) -> int:
         """Output features of one expert."""
-        return self.weight[0].shape[-2]
+        return self._shape[-2]
 
     @property
     def inputs(self) -> int:
         """Input features of one expert."""
-        return self.weight[0].shape[-1]
+        return self._shape[-1]
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        shape = self.weight[0].shape
+        return shape if self.codes is None else self.codes.encoding.logical(tuple(shape[-2:]))
 
     @property
     def rounding(self) -> Rounding | None:
         """How the projection rounds its rows; None: it does not."""
-        return None
+        return None if self.codes is None else self.codes.encoding.activation
+
+    @property
+    def rank(self) -> int:
+        """Of the term; 0 without one."""
+        return 0 if self.term is None else self.term.rank
+
+    def weights(self, dtype: torch.dtype) -> Lists:
+        """The weights; those in few bits in a dtype, each unpacked when it is asked for."""
+        return self.weight if self.codes is None else CodedWeights(self.weight, self.codes, dtype)
 
     def expert(self, e: int) -> tuple[Tensor, Tensor | None]:
-        """Views: weight [out, in] and bias [out], or None, of one expert."""
+        """Views: weight [out, in] and bias [out], or None, of one expert in floating point."""
         return expert_weight(self.weight, e), expert_vector(self.bias, e)
 
+    def reference(self, rows: Tensor, e: int) -> Tensor:
+        """What the projection means: rows [n, in] of one expert -> [n, out]."""
+        dtype, wide, bias = rows.dtype, accumulation_dtype(rows.dtype), expert_vector(self.bias, e)
+        inner = dtype if self.rounding is None else wide
+        given = rows if self.rounding is None else as_rounded(self.rounding, rows).to(wide)
+        out = F.linear(given, expert_weight(self.weights(inner), e).to(inner), None if bias is None else bias.to(dtype).to(inner)).to(dtype)
+        if self.term is None:
+            return out
+        a, b, scale = self.term
+        u = scale * F.linear(rows.to(wide), expert_weight(a, e).to(wide))
+        return (out.to(wide) + F.linear(u, expert_weight(b, e).to(wide))).to(dtype)
 
-def stacks(lists: Iterable[Sequence[Tensor]]) -> tuple[Stack, Stack, Stack]:
+
+Stacks = tuple[Stack, Stack, Stack]
+
+
+def stacks(lists: Iterable[Lists]) -> Stacks:
     """Of w_in, w_up and w_out, given the lists w_in, w_up, w_out, b_in, b_up, b_out."""
     w_in, w_up, w_out, b_in, b_up, b_out = lists
     return Stack(w_in, b_in), Stack(w_up, b_up), Stack(w_out, b_out)
 
 
-def lists_of(w_in: Stack, w_up: Stack, w_out: Stack) -> tuple[Sequence[Tensor], ...]:
+def lists_of(w_in: Stack, w_up: Stack, w_out: Stack) -> tuple[Lists, ...]:
     """What :func:`stacks` was given."""
     return w_in.weight, w_up.weight, w_out.weight, w_in.bias, w_up.bias, w_out.bias
+
+
+def factors_of(of: Stacks) -> tuple[Lists, ...]:
+    """a_in, l_in, a_up, l_up, a_out, l_out: A and B of each projection."""
+    return tuple(part for stack in of for part in (stack.term or Term())[:2])
+
+
+def with_terms(of: Stacks, factors: Sequence[Lists], scales: Sequence[float]) -> Stacks:
+    """The projections with low-rank terms, given the lists of :func:`factors_of` and the scale of each."""
+    made = zip(of, factors[::2], factors[1::2], scales, strict=True)
+    w_in, w_up, w_out = (stack._replace(term=Term(a, b, scale) if a or b else None) for stack, a, b, scale in made)
+    return w_in, w_up, w_out
+
+
+def with_codes(of: Stacks, codes: Lists, encodings: Sequence[str]) -> Stacks:
+    """The projections with weights in few bits, given all that belongs to their storage and how each is encoded ("": it is not)."""
+    found = codes_by([stack.weight for stack in of], codes, encodings)
+    w_in, w_up, w_out = (stack._replace(codes=c) for stack, c in zip(of, found, strict=True))
+    return w_in, w_up, w_out
+
+
+def extended(lists: Sequence[Lists], scales: Sequence[float], encodings: Sequence[str]) -> Stacks:
+    """The projections with terms and codes: the lists of :func:`stacks` and :func:`factors_of`, then all that belongs to storage."""
+    of = stacks(lists[:6])
+    of = with_terms(of, lists[6:12], scales) if scales else of
+    return with_codes(of, lists[12], encodings) if encodings else of
+
+
+def columns(of: Stacks) -> list[slice]:
+    """The columns of u [S, r of all terms] that are of each projection."""
+    ends = [sum(stack.rank for stack in of[: i + 1]) for i in range(len(of))]
+    return [slice(end - stack.rank, end) for stack, end in zip(of, ends, strict=True)]
 
 
 class ExpertsCall(NamedTuple):
@@ -147,8 +235,8 @@ class ExpertsCall(NamedTuple):
 
     @staticmethod
     def of(
-        x: Tensor, ids: Tensor, weights: Tensor, w_in: Sequence[Tensor], w_up: Sequence[Tensor], w_out: Sequence[Tensor],
-        b_in: Sequence[Tensor], b_up: Sequence[Tensor], b_out: Sequence[Tensor], *, activation: str = "silu",
+        x: Tensor, ids: Tensor, weights: Tensor, w_in: Lists, w_up: Lists, w_out: Lists,
+        b_in: Lists, b_up: Lists, b_out: Lists, *, activation: str = "silu",
         activation_args: Sequence[float] = (), gating: str = "merged", up_first: bool = False, weight_on_input: bool = False,
         out_dtype: torch.dtype | None = None,
     ) -> ExpertsCall:  # fmt: skip
@@ -157,7 +245,7 @@ class ExpertsCall(NamedTuple):
         return ExpertsCall(x, ids, weights, Stack(w_in, b_in), Stack(w_up, b_up), Stack(w_out, b_out), body, out_dtype or x.dtype)
 
     @staticmethod
-    def unpack(tensors: Sequence[Tensor], counts: Sequence[int], *how: Any) -> ExpertsCall:
+    def unpack(tensors: Lists, counts: Sequence[int], *how: Any) -> ExpertsCall:
         """From the arguments of ``experts_infer`` and ``experts_forward``."""
         *body, out_dtype = how
         x, ids, weights = tensors[:3]
@@ -167,8 +255,24 @@ class ExpertsCall(NamedTuple):
         """Arguments of ``experts_infer`` and ``experts_forward``."""
         return (*self.joined, *self.body.encode(), self.out_dtype)
 
+    @staticmethod
+    def unpack_extended(tensors: Lists, counts: Sequence[int], scales: Sequence[float], encodings: Sequence[str], *how: Any) -> ExpertsCall:
+        """From the arguments of ``experts_extended_forward``."""
+        *body, out_dtype = how
+        of = extended(cut(tensors, counts, 3), scales, encodings)
+        return ExpertsCall(tensors[0], tensors[1], tensors[2], *of, Body.decode(*body), out_dtype)
+
+    def pack_extended(self) -> tuple[list[Tensor], list[int], list[float], list[str], int, float, float, torch.dtype]:
+        """Arguments of ``experts_extended_forward``; no scales and no encodings where no projection has a term or codes."""
+        of = self.stacks
+        codes = [t for stack in of if stack.codes is not None for part in stack.codes[1:] for t in part]
+        scales = [(stack.term or Term()).scale for stack in of] if any(stack.term for stack in of) else []
+        encodings = ["" if stack.codes is None else str(stack.codes.encoding) for stack in of] if any(stack.codes for stack in of) else []
+        tensors, counts = join(self[:3], (*self.lists, *factors_of(of), codes))
+        return tensors, counts, scales, encodings, *self.body.encode(), self.out_dtype
+
     @property
-    def lists(self) -> tuple[Sequence[Tensor], ...]:
+    def lists(self) -> tuple[Lists, ...]:
         """w_in, w_up, w_out, b_in, b_up, b_out."""
         return lists_of(self.w_in, self.w_up, self.w_out)
 
@@ -177,18 +281,34 @@ class ExpertsCall(NamedTuple):
         """All tensors, and how many each of :attr:`lists` has."""
         return join(self[:3], self.lists)
 
+    @property
+    def stacks(self) -> Stacks:
+        """w_in, w_up and w_out."""
+        return self.w_in, self.w_up, self.w_out
+
+    def with_stacks(self, of: Stacks) -> ExpertsCall:
+        """The call with other :attr:`stacks`."""
+        w_in, w_up, w_out = of
+        return self._replace(w_in=w_in, w_up=w_up, w_out=w_out)
+
+    @property
+    def ranks(self) -> int:
+        """Columns of u."""
+        return sum(stack.rank for stack in self.stacks)
+
     def reference(self) -> Tensor:
         """What the call means."""
-        how = self.body
-        return experts_reference(
-            *self[:3], *self.lists, activation=how.activation, activation_args=how.args, gating=how.gating, up_first=how.up_first,
-            weight_on_input=how.on_input, out_dtype=self.out_dtype,
-        )  # fmt: skip
+        how, of = self.body, self.stacks
 
-    def with_lists(self, lists: Iterable[Sequence[Tensor]]) -> ExpertsCall:
+        def project(rows: Tensor, which: int, e: int) -> Tensor:
+            return of[which].reference(rows, e)
+
+        options = how.activation, how.args, how.gating, how.up_first, how.on_input, self.out_dtype
+        return experts_by_projections(self.x, self.ids, self.weights, self.w_in.experts, self.w_out.features, project, *options)
+
+    def with_lists(self, lists: Iterable[Lists]) -> ExpertsCall:
         """The call with other :attr:`lists`."""
-        w_in, w_up, w_out = stacks(lists)
-        return self._replace(w_in=w_in, w_up=w_up, w_out=w_out)
+        return self.with_stacks(stacks(lists))
 
     def of_tokens(self, rows: slice) -> ExpertsCall:
         """The call for some of its tokens."""
@@ -227,7 +347,7 @@ def first_tensor(argument: Any) -> Tensor:
     return argument
 
 
-def join(tensors: Sequence[Tensor], lists: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[int]]:
+def join(tensors: Lists, lists: Sequence[Lists]) -> tuple[list[Tensor], list[int]]:
     """(all tensors, how many each list has)."""
     return [*tensors, *chain.from_iterable(lists)], [*map(len, lists)]
 

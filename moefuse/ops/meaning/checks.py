@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.meaning.activations import ACTIVATIONS
-from moefuse.ops.meaning.call import Body, ExpertsCall, cut
+from moefuse.ops.meaning.call import Body, ExpertsCall, Stack, Term, cut
+from moefuse.ops.meaning.coded_weights import Codes
 from moefuse.ops.meaning.encoding import NAMED, Encoding
 from moefuse.ops.meaning.held import holds
 from moefuse.ops.meaning.recipe import SCORES, Recipe
@@ -178,13 +179,37 @@ def check_experts(call: ExpertsCall, op: str = "experts") -> tuple[Any, Any, Any
     return sizes
 
 
+def check_call(call: ExpertsCall, op: str) -> tuple[Any, Any, Any]:
+    """The same of a call whose projections may have codes and low-rank terms.
+
+    Raises:
+        TypeError, ValueError: as :func:`check_experts`.
+    """
+    plain = []
+    for name, stack in zip(("w_in", "w_up", "w_out"), call.stacks, strict=True):
+        plain.append(Stack(stack.weight if stack.codes is None else shown(stack.weight, stack.codes, call.x), stack.bias))
+        if stack.codes is not None:
+            check_codes(name, stack.weight, *stack.codes, call.x, op=op)
+    w_in, w_up, w_out = plain
+    sizes = check_experts(call.with_stacks((w_in, w_up, w_out)), op)
+    for name, stack in zip(("in", "up", "out"), call.stacks, strict=True):
+        if stack.term is not None:
+            _check_term(name, stack, stack.term, call.x, op)
+    return sizes
+
+
+def shown(storage: Sequence[Tensor], codes: Codes, x: Tensor) -> list[Tensor]:
+    """Tensors of the shapes and the dtype of the weights, without memory of their own."""
+    return [x.new_empty(()).expand(codes.encoding.logical(tuple(t.shape))) for t in storage]
+
+
 def _kinds(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """All shapes, dtypes and devices in a list; those of a legal one are equal. Three passes without Python between two tensors."""
     return *{*map(_SHAPE, tensors)}, *{*map(_DTYPE, tensors)}, *{*map(_DEVICE, tensors)}
 
 
 def _check_experts(call: ExpertsCall, op: str) -> tuple[Any, Any, Any]:
-    x, ids, weights, (w_in, b_in), (w_up, b_up), (w_out, b_out), body, out_dtype = call
+    x, ids, weights, (w_in, b_in, *_), (w_up, b_up, *_), (w_out, b_out, *_), body, out_dtype = call
     _check_dim(x, 2, op, "x", "[T, H]")
     _check_floats(x, op, "x")
     _check_dim(ids, 2, op, "ids", "[T, K]")
@@ -220,11 +245,9 @@ def _check_experts(call: ExpertsCall, op: str) -> tuple[Any, Any, Any]:
     return experts, 2 * out if body.split else out, hidden
 
 
-def check_lora(name: str, stack: Any, a: Sequence[Tensor], b: Sequence[Tensor], x: Tensor) -> None:
-    """The low-rank term of one projection of ``moefuse::experts_lora``: A [E, r, in] and B [E, out, r], in dtypes of their own."""
-    op, arg_a, arg_b = "experts_lora", f"a_{name}", f"l_{name}"
-    if not a and not b:
-        return
+def _check_term(name: str, stack: Stack, term: Term, x: Tensor, op: str) -> None:
+    """The low-rank term of one projection: A [E, r, in] and B [E, out, r], in dtypes of their own."""
+    (a, b, _), arg_a, arg_b = term, f"a_{name}", f"l_{name}"
     if not stack.weight:
         bad_value(op, arg_a, f"holds {len(a)} tensors", "an empty list, for there is no such projection")
     for arg, part in ((arg_a, a), (arg_b, b)):

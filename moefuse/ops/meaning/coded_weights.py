@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from moefuse.ops.meaning.call import Stack
 from moefuse.ops.meaning.encoding import Encoding, dequantise, parse
 from moefuse.ops.meaning.reference import count_experts, expert_weight
-from moefuse.ops.meaning.token_codes import Rounding
 
 Lists = Sequence[Tensor]
 
@@ -41,31 +39,31 @@ class CodedWeights(Sequence[Tensor]):
         )
 
 
-class CodedStack(Stack):
-    """A projection whose weights are :class:`CodedWeights`: its sizes are known without unpacking any."""
+def codes_by(storages: Sequence[Lists], codes: Lists, encodings: Sequence[str]) -> Iterator[Codes | None]:
+    """What belongs to the storage of w_in, w_up and w_out, of all that is given.
 
-    __slots__ = ()
-    weight: CodedWeights
+    Raises:
+        ValueError: there is more or less of it.
+    """
+    at = 0
+    if len(encodings) != len(storages):
+        _wrong("encodings", f"has {len(encodings)} texts", "three, for w_in, w_up and w_out")
+    for name, storage, text in zip(("w_in", "w_up", "w_out"), storages, encodings, strict=True):
+        if not text:
+            yield None
+            continue
+        encoding, n = parse(text), len(storage)
+        if not n:
+            _wrong(name, "is empty", f"a storage, which `encodings` says is held as {text!r}")
+        scale, zero = (codes[at + n * i : at + n * (i + 1)] for i in range(2))
+        at += n * len(encoding.parts)
+        yield Codes(encoding, scale, zero if encoding.zero else ())
+    if at < len(codes):
+        _wrong("codes", f"has {len(codes)} tensors", f"{at}, the scales and zeros of what `encodings` names")
 
-    @property
-    def experts(self) -> int:
-        """E."""
-        return len(self.weight)
 
-    @property
-    def features(self) -> int:
-        """Output features of one expert."""
-        return self.weight.shape[0]
-
-    @property
-    def inputs(self) -> int:
-        """Input features of one expert."""
-        return self.weight.shape[1]
-
-    @property
-    def rounding(self) -> Rounding | None:
-        """How the projection rounds its rows."""
-        return self.weight.codes.encoding.activation
+def _wrong(argument: str, given: str, legal: str) -> NoReturn:
+    raise ValueError(f"moefuse::experts_coded: argument `{argument}` {given}; legal: {legal}")
 
 
 def codes_of(w: Lists, codes: Lists, encoding: str) -> Codes:

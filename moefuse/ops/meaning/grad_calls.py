@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from moefuse.ops.meaning.call import Body, ExpertsCall, Stack, cut, join, lists_of, stacks
+from moefuse.ops.meaning.call import Body, ExpertsCall, Stack, Stacks, Term, cut, extended, factors_of, join, lists_of, stacks, with_terms
 from moefuse.ops.meaning.composite import pulled_back
 from moefuse.ops.meaning.reference_grouped import ids_of_rows
 
@@ -35,24 +35,25 @@ class Needs:
     b_out: bool
     on_input: bool
     """Whether routing weights multiply the token: no gradient, but it says which part makes theirs."""
+    factors: tuple[bool, ...] = ()
+    """Of A and B of w_in, w_up and w_out, if any projection has a low-rank term."""
 
     @classmethod
     def of(cls, flags: Sequence[bool], on_input: bool) -> Needs:
         """From the flags alone."""
-        x, weights, *lists = flags
-        w_in, w_up, w_out, b_in, b_up, b_out = lists
-        return cls(x, weights, w_in, w_up, w_out, b_in, b_up, b_out, on_input)
+        x, weights, w_in, w_up, w_out, b_in, b_up, b_out, *factors = flags
+        return cls(x, weights, w_in, w_up, w_out, b_in, b_up, b_out, on_input, tuple(factors))
 
     @staticmethod
     @functools.cache
-    def decode(bits: int, on_input: bool) -> Needs:
-        """From the bits of :meth:`encode`."""
-        return Needs.of([bool(bits >> i & 1) for i in range(8)], on_input)
+    def decode(bits: int, on_input: bool, factors: int = 0) -> Needs:
+        """From the bits of :meth:`encode`; ``factors``: how many flags are of low-rank terms."""
+        return Needs.of([bool(bits >> i & 1) for i in range(8 + factors)], on_input)
 
     @property
     def flags(self) -> tuple[bool, ...]:
         """What :meth:`of` is given."""
-        return self.x, self.weights, self.w_in, self.w_up, self.w_out, self.b_in, self.b_up, self.b_out
+        return self.x, self.weights, self.w_in, self.w_up, self.w_out, self.b_in, self.b_up, self.b_out, *self.factors
 
     def encode(self) -> int:
         """The flags as bits."""
@@ -66,7 +67,17 @@ class Needs:
     @property
     def h(self) -> bool:
         """The gradient of the pre-activation: the second part runs."""
-        return self.tokens or self.w_in or self.w_up or self.b_in or self.b_up
+        return self.tokens or self.w_in or self.w_up or self.b_in or self.b_up or any(self.factors[:4])
+
+    def of_term(self, which: int) -> tuple[bool, bool]:
+        """Of A and B of a projection."""
+        a, b = self.factors[2 * which : 2 * which + 2] or (False, False)
+        return a, b
+
+    @property
+    def activation(self) -> bool:
+        """What the last projection multiplies, times routing weights."""
+        return self.w_out or self.of_term(2)[0]
 
     @property
     def of_tokens(self) -> Needs:
@@ -86,7 +97,7 @@ class Needs:
     @property
     def rows(self) -> bool:
         """The first part runs."""
-        return self.h or self.w_out or self.products
+        return self.h or self.activation or self.products
 
     @property
     def out(self) -> bool:
@@ -99,7 +110,7 @@ Packed = tuple[list[Tensor], list[int], int, int, float, float]
 
 
 class GradCall(NamedTuple):
-    """Arguments of ``experts_backward``."""
+    """Arguments of ``experts_backward``. ``u`` [S, r of all terms]: each term's rows times s * A, where there are low-rank terms."""
 
     grad: Tensor
     x: Tensor
@@ -112,6 +123,7 @@ class GradCall(NamedTuple):
     w_out: Stack
     need: Needs
     body: Body
+    u: Tensor | None = None
 
     @staticmethod
     def unpack(tensors: Sequence[Tensor], counts: Sequence[int], needs: int, *body: Any) -> GradCall:
@@ -119,22 +131,49 @@ class GradCall(NamedTuple):
         grad, x, weights, h, order, offsets = tensors[:6]
         return GradCall(grad, x, weights, h, order, offsets, *stacks(cut(tensors, counts, 6)), *_how(needs, *body))
 
+    @staticmethod
+    def unpack_extended(tensors: Sequence[Tensor], counts: Sequence[int], scales: Any, encodings: Any, needs: int, *body: Any) -> GradCall:
+        """From the arguments of ``experts_extended_backward``."""
+        grad, x, weights, h, order, offsets, u = tensors[:7]
+        how, of = Body.decode(*body), extended(cut(tensors, counts, 7), scales, encodings)
+        need = Needs.decode(needs, how.on_input, 2 * len(of))
+        return GradCall(grad, x, weights, h, order, offsets, *of, need, how, u)
+
     def pack(self) -> Packed:
         """Arguments of the op."""
         return _packed(self[:6], lists_of(self.w_in, self.w_up, self.w_out), self.need, self.body)
 
+    @property
+    def stacks(self) -> Stacks:
+        """w_in, w_up and w_out."""
+        return self.w_in, self.w_up, self.w_out
+
+    def with_stacks(self, of: Stacks) -> GradCall:
+        """The call with other :attr:`stacks`."""
+        w_in, w_up, w_out = of
+        return self._replace(w_in=w_in, w_up=w_up, w_out=w_out)
+
+    @property
+    def lists(self) -> tuple[Sequence[Tensor], ...]:
+        """Those that may have gradients, in the order of these: weights, biases, and factors if there are any."""
+        return *lists_of(*self.stacks), *(factors_of(self.stacks) if self.need.factors else ())
+
     def reference(self) -> list[Tensor]:
-        """The gradients by their definition, which have gradients; h is not read."""
-        lists = lists_of(self.w_in, self.w_up, self.w_out)
+        """The gradients by their definition, which have gradients; h and u are not read."""
+        lists, (need_x, need_weights, *need) = self.lists, self.need.flags
         counts, ids = [*map(len, lists)], ids_of_rows(self.order, self.offsets, self.weights.shape[1])
-        need_x, need_weights, *need = self.need.flags
         # A list of which no gradient is wanted may be one that unpacks what is asked for.
         chosen = [i for i, wanted in enumerate(need) if wanted]
 
         def function(x: Tensor, weights: Tensor, *flat: Tensor) -> Tensor:
             given = dict(zip(chosen, cut(flat, [counts[i] for i in chosen]), strict=True))
-            w_in, w_up, w_out = stacks(given.get(i, some) for i, some in enumerate(lists))
-            return ExpertsCall(x, ids, weights, w_in, w_up, w_out, self.body, self.grad.dtype).reference()
+            w, w_up, w_out, b, b_up, b_out, *factors = (given.get(i, some) for i, some in enumerate(lists))
+            pairs = zip(self.stacks, (w, w_up, w_out), (b, b_up, b_out), strict=True)
+            first, second, last = (stack._replace(weight=weight, bias=bias) for stack, weight, bias in pairs)
+            found = first, second, last
+            if factors:
+                found = with_terms(found, factors, [(stack.term or Term()).scale for stack in found])
+            return ExpertsCall(x, ids, weights, *found, self.body, self.grad.dtype).reference()
 
         flat = [t for i in chosen for t in lists[i]]
         return pulled_back(function, [self.x, self.weights, *flat], [need_x, need_weights, *(True for _ in flat)], self.grad)
@@ -155,12 +194,13 @@ class RowsCall(NamedTuple):
     @staticmethod
     def unpack(tensors: Sequence[Tensor], counts: Sequence[int], needs: int, *body: Any) -> RowsCall:
         """From the arguments of the op."""
+        w_out, b_out = cut(tensors, counts, 5)
         grad, weights, h, order, offsets = tensors[:5]
-        return RowsCall(grad, weights, h, order, offsets, Stack(*cut(tensors, counts, 5)), *_how(needs, *body))
+        return RowsCall(grad, weights, h, order, offsets, Stack(w_out, b_out), *_how(needs, *body))
 
     def pack(self) -> Packed:
         """Arguments of the op."""
-        return _packed(self[:5], self.w_out, self.need, self.body)
+        return _packed(self[:5], self.w_out[:2], self.need, self.body)
 
 
 class InCall(NamedTuple):
@@ -210,7 +250,7 @@ class OutCall(NamedTuple):
 
     def pack(self) -> Packed:
         """Arguments of the op."""
-        return _packed(self[:4], ([] if self.a is None else [self.a], *self.w_out), self.need, self.body)
+        return _packed(self[:4], ([] if self.a is None else [self.a], *self.w_out[:2]), self.need, self.body)
 
 
 def _how(needs: int, *body: Any) -> tuple[Needs, Body]:

@@ -1,0 +1,236 @@
+"""Experts whose projections are more than weights: ``moefuse::experts_coded``, with weights in few bits, which are never unpacked as a
+whole, and ``moefuse::experts_lora``, with low-rank terms ``W_e + s * B_e @ A_e``, which are never formed. Both are one call, with what
+belongs to each projection in its :class:`~moefuse.ops.meaning.call.Stack`.
+
+**Codes.** A weight list may be a *storage*; ``encodings`` says of w_in, w_up and w_out how they are held ("" for a projection in floating
+point). ``codes`` has what goes with them: for each encoded projection its scales, then its zeros if it has some, each as one stacked tensor
+[E, ...] if the storage is one, else E tensors. The op means ``moefuse::experts`` with the weights that ``encoding.dequantise`` gives, in
+the dtype of x. Nobody differentiates storage, scales and zeros: tokens, routing weights and biases have gradients.
+
+Where an encoding rounds activations, a projection means
+
+    out[t, n] = round( sum over k of as_rounded(x)[t, k] * W[n, k] + bias[n] )
+
+with ``token_codes.as_rounded``, W in float32, the sum in float32 in whatever order, and one rounding to the dtype of x: what the
+activation function gets, and what it gives, which the next projection rounds again by itself. In float64 the sum is, too, over the same
+codes. Gradients pass a rounding as if it was not there (straight through): a step function has none that is of use. What they are
+multiplied with is what forward had: the gradient of a routing weight on the output is <gradient of the output, y>, with the y that the
+expert's rounded activation gave. On the input a routing weight is in front of the rounding, and its gradient sees nothing of it.
+
+**Terms.** Of each projection A [E, r, in] and B [E, out, r] (or E tensors of two dimensions; both empty without a term) with one scale. A
+and B may have another dtype than the experts: float32 beside bfloat16 is the usual case. Terms are computed and differentiated in the
+accumulation dtype, from the rows as they are, and weights that need no gradient get none. What multiplies 16-bit rows on tensor cores
+(factors, u and its gradient) is rounded to their dtype as it is read.
+
+What forward saves for backward is what ``moefuse::experts`` saves, and u [S, r of all terms]: each term's rows times s * A, in the
+accumulation dtype. Where h is computed again in backward (``recomputed.py``), tokens and ids are saved instead of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.autograd import again, below_autograd, grads_for, keep, kept, not_differentiable, once, ops, wants_grad
+from moefuse.ops.meaning.call import ExpertsCall, cut, with_codes, with_terms
+from moefuse.ops.meaning.checks import check_call
+from moefuse.ops.meaning.composite import flatten
+from moefuse.ops.meaning.grad_calls import GradCall
+from moefuse.ops.meaning.reference import accumulation_dtype
+from moefuse.ops.schema import implement
+from moefuse.runtime import providers
+
+Lists = Sequence[Tensor]
+_FACTORS = 6
+
+
+def lora_call(*data: Any, scales: Sequence[float], **options: Any) -> ExpertsCall:
+    """From the arguments of ``moefuse::experts_lora``, in the order of its schema."""
+    call = ExpertsCall.of(*data[:-_FACTORS], **options)
+    return call.with_stacks(with_terms(call.stacks, data[-_FACTORS:], scales))
+
+
+def coded_call(*data: Any, encodings: Sequence[str], **options: Any) -> ExpertsCall:
+    """From the arguments of ``moefuse::experts_coded``, in the order of its schema."""
+    *lists, codes = data
+    call = ExpertsCall.of(*lists, **options)
+    return call.with_stacks(with_codes(call.stacks, codes, encodings))
+
+
+CALLS: dict[str, Callable[..., ExpertsCall]] = {
+    "experts_lora": lora_call,
+    "experts_coded": coded_call,
+    "recomputed_experts_lora": lora_call,
+}
+"""The call that the arguments of each op are."""
+
+
+def _legal(op: str, *data: Any, **options: Any) -> ExpertsCall:
+    """The call that arguments are; raises where they do not fit."""
+    call = CALLS[op](*data, **options)
+    check_call(call, op)
+    return call
+
+
+def _run(call: ExpertsCall) -> Tensor:
+    found: Tensor = providers.run("experts_extended", call)
+    return found
+
+
+def _kernel(op: str) -> Callable[..., Tensor]:
+    check = functools.partial(_legal, op)
+
+    def kernel(*data: Any, **options: Any) -> Tensor:
+        found: Tensor = providers.run_by_kind("experts_extended", check, _run, data, options)
+        return found
+
+    return kernel
+
+
+def _fake(op: str) -> Callable[..., Tensor]:
+    def fake(*data: Any, **options: Any) -> Tensor:
+        call = CALLS[op](*data, **options)
+        _, _, hidden = check_call(call, op)
+        return call.x.new_empty((call.x.shape[0], hidden), dtype=call.out_dtype)
+
+    return fake
+
+
+def _forward(*packed: Any) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = providers.run("experts_extended_forward", ExpertsCall.unpack_extended(*packed))
+    return found
+
+
+def _forward_fake(*packed: Any) -> tuple[Tensor, ...]:
+    call = ExpertsCall.unpack_extended(*packed)
+    experts, width, hidden = check_call(call, "experts")
+    x, slots = call.x, call.x.shape[0] * call.top_k
+    order, offsets = (x.new_empty((n,), dtype=torch.int64) for n in (slots, experts + 1))
+    u = x.new_empty((slots, call.ranks), dtype=accumulation_dtype(x.dtype))
+    return x.new_empty((x.shape[0], hidden), dtype=call.out_dtype), x.new_empty((slots, width)), order, offsets, u
+
+
+def _hidden(*given: Any) -> Tensor:
+    """h of ``experts_extended_forward`` with these ``order``, ``offsets`` and ``u``."""
+    *packed, order, offsets, u = given
+    found: Tensor = providers.run("experts_extended_hidden", ExpertsCall.unpack_extended(*packed, given[0][0].dtype), order, offsets, u)
+    return found
+
+
+def _hidden_fake(*given: Any) -> Tensor:
+    *packed, order, _, _ = given
+    call = ExpertsCall.unpack_extended(*packed, given[0][0].dtype)
+    return call.x.new_empty((order.shape[0], check_call(call, "experts")[1]))
+
+
+def _backward(*packed: Any) -> list[Tensor]:
+    found: list[Tensor] = providers.run("experts_extended_backward", GradCall.unpack_extended(*packed))
+    return found
+
+
+def _backward_fake(*packed: Any) -> list[Tensor]:
+    call = GradCall.unpack_extended(*packed)
+    need_x, need_weights, *need = call.need.flags
+    dense = [t.new_empty(t.shape) for t, wanted in ((call.x, need_x), (call.weights, need_weights)) if wanted]
+    return dense + [torch.empty_like(t) for some, wanted in zip(call.lists, need, strict=True) if wanted for t in some]
+
+
+class _Extended(torch.autograd.Function):
+    """One call that is differentiated; ``recompute``: h is made again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, recompute: bool, how: tuple[Any, ...], body: tuple[Any, ...], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+        with below_autograd():
+            out, h, order, offsets, u = ops.experts_extended_forward.default(tensors, *how, *body, dtype)
+        x, ids, weights, *flat = tensors
+        ctx.recompute, ctx.how, ctx.body = recompute, how, body
+        keep(ctx, x, ids if recompute else h, weights, order, offsets, u, *flat)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, h, weights, order, offsets, u, *flat = kept(ctx)
+        # What is differentiated once more is made from the tokens alone.
+        if ctx.recompute and not again((grad, x, weights, *flat)):
+            h = ops.experts_extended_hidden.default([x, h, weights, *flat], *ctx.how, *ctx.body, order, offsets, u)
+        elif ctx.recompute:
+            h = x
+        need_x, _, need_weights, *need_flat = ctx.needs_input_grad[4:]
+        counts, scales, encodings = ctx.how
+        flags = [need_x, need_weights, *(any(part) for part in cut(need_flat, counts)[:-1])]
+        code = sum(flag << i for i, flag in enumerate(flags))
+        given = [grad, x, weights, h, order, offsets, u, *flat]
+        computed = ops.experts_extended_backward.default(given, counts, scales, encodings, code, *ctx.body)
+        d_x, d_weights, *d_lists = grads_for(flags, (1, 1, *counts[:-1]), computed)
+        return None, None, None, None, d_x, None, d_weights, *d_lists, *(None for _ in range(counts[-1]))
+
+
+def _autograd(op: str) -> Callable[..., Tensor]:
+    def entry(*data: Any, **options: Any) -> Tensor:
+        if not wants_grad(flatten(data)):
+            with below_autograd():
+                return getattr(ops, op).default(*data, **options)  # type: ignore[no-any-return]
+        call = _legal(op, *data, **options)
+        _refuse_gradients(call)
+        tensors, counts, scales, encodings, *body, dtype = call.pack_extended()
+        recompute = op.startswith("recomputed")
+        return _Extended.apply(recompute, (counts, scales, encodings), tuple(body), dtype, *tensors)  # type: ignore[no-untyped-call, no-any-return]
+
+    return entry
+
+
+def _refuse_gradients(call: ExpertsCall) -> None:
+    """Storage, scales and zeros are constants here, and weights beside them too.
+
+    Raises:
+        RuntimeError: one of them needs a gradient.
+    """
+    coded = [stack.codes for stack in call.stacks if stack.codes is not None]
+    held = [t for codes in coded for t in (*codes.scale, *codes.zero)] + [t for stack in call.stacks if coded for t in stack.weight]
+    if any(t.requires_grad for t in held):
+        raise RuntimeError("moefuse::experts_coded has gradients of x, of weights and of biases, and none of what weights are held in")
+
+
+def _composite(op: str) -> Callable[..., Tensor]:
+    def composite(*data: Any, **options: Any) -> Tensor:
+        call = _legal(op, *data, **options)
+        _refuse_roundings(call)
+        return call.reference()
+
+    return composite
+
+
+def _again(*packed: Any) -> list[Tensor]:
+    call = GradCall.unpack_extended(*packed)
+    _refuse_roundings(call)
+    return call.reference()
+
+
+def _refuse_roundings(call: ExpertsCall | GradCall) -> None:
+    """A gradient that passes a rounding as if it was not there is a rule of its own, of which nobody has said what comes twice.
+
+    Raises:
+        RuntimeError: an encoding rounds activations.
+    """
+    if any(stack.rounding is not None for stack in call.stacks):
+        raise RuntimeError(
+            "moefuse::experts_coded with activations in few bits has gradients, "
+            "and no rules for forward-mode AD, torch.func or a second derivative"
+        )
+
+
+for _op in CALLS:
+    implement(_op, kernel=_kernel(_op), fake=_fake(_op), autograd=_autograd(_op), composite=_composite(_op))
+for _op, _of, _of_fake in (("experts_extended_forward", _forward, _forward_fake), ("experts_extended_hidden", _hidden, _hidden_fake)):
+    implement(_op, kernel=_of, fake=_of_fake, autograd=not_differentiable(_op))
+implement(
+    "experts_extended_backward",
+    kernel=_backward,
+    fake=_backward_fake,
+    autograd=once("experts_extended_backward", _again),
+    composite=_again,
+)
