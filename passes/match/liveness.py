@@ -9,17 +9,19 @@ from torch.fx import Node
 
 from moefuse import _torch_private
 from moefuse.passes.graph.calls import Call, fake
+from moefuse.passes.graph.levels import levels
 from moefuse.passes.graph.op_classes import ASSERTS, MODES, SIZE_QUERIES, draws
 from moefuse.passes.graph.sharded import is_gathered
 from moefuse.passes.graph.symbols import unbacked_in
 from moefuse.passes.graph.writes import known_function
 from moefuse.passes.infer.state import Context
-from moefuse.passes.match.promises import about_data, promised
+from moefuse.passes.match.promises import about_data, promised, settled
 
 
 def live(ctx: Context) -> set[Node]:
     """Nodes that the result of the graph, or an effect of it, needs."""
-    roots = [n for n in ctx.graph.nodes if n.op in ("placeholder", "output", "call_module") or _effect(ctx, n)]
+    inside = levels(ctx.graph)  # torch.func's own steps depend on each other in ways that no argument shows
+    roots = [n for n in ctx.graph.nodes if n in inside or n.op in ("placeholder", "output", "call_module") or _effect(ctx, n)]
     asserts = [n for n in ctx.graph.nodes if about_data(ctx, n)]
     writes = [n for n in ctx.graph.nodes if (call := ctx.calls.get(n)) is not None and call.inplace and n not in roots]
     found: set[Node] = set()
@@ -68,6 +70,8 @@ def _effect(ctx: Context, node: Node) -> bool:
         return node in ctx.calls and node.op not in ("placeholder", "get_attr")
     if about_data(ctx, node):
         return promised(ctx, node)
+    if call.name in ASSERTS and settled(node):
+        return True
     if call.inplace and not users_own(node) and not draws(call):
         return any(ctx.memory.outlives(name) for t in call.targets for name in ctx.memory.storages(t))
     return call.name not in SIZE_QUERIES and not pure(ctx, node)

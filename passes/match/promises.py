@@ -39,6 +39,24 @@ def about_data(ctx: Context, node: Node) -> bool:
     return call is not None and call.name in ASSERTS and any(unbacked_in(fake(i)) for i in node.all_input_nodes)
 
 
+def settled(node: Node) -> bool:
+    """Whether an assertion is of a number that was read out of a tensor, and that is what it says to all that follows: ``torch._check``."""
+    stack = list(node.all_input_nodes)
+    while stack:
+        here = stack.pop()
+        value = fake(here)
+        if not isinstance(value, torch.SymBool | torch.SymInt | torch.SymFloat):
+            continue
+        if any(isinstance(fake(i), torch.Tensor) for i in here.all_input_nodes) and not unbacked_in(value) and _is_read(here):
+            return True
+        stack.extend(here.all_input_nodes)
+    return False
+
+
+def _is_read(node: Node) -> bool:
+    return node.target == "item" or getattr(node.target, "__name__", "") in ("item", "_local_scalar_dense", "is_nonzero")
+
+
 def promised(ctx: Context, node: Node) -> bool:
     """Whether an assertion says of numbers of rows more than what holds for every routing, or may do so."""
     if not about_data(ctx, node):

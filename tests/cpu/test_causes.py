@@ -272,6 +272,29 @@ class CheckedAfterwards(Block):
         return out + 1
 
 
+class CheckedBesideALoop(MoE):
+    """Beside a loop whose experts without tokens are skipped, so that what is dead of it is erased."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        torch._check_tensor_all(mask)
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+def test_a_check_of_a_tensor_beside_a_captured_loop() -> None:
+    """Whatever becomes of the loop, the check stops the program."""
+    model, x, mask = compiled(CheckedBesideALoop), torch.randn(T, H), torch.ones(3, dtype=torch.bool)
+    torch.testing.assert_close(model(x, mask), model.forward(x, mask))
+    with pytest.raises(RuntimeError, match="Expected cond to be True"):
+        model(x, ~mask)
+
+
 @pytest.mark.parametrize("make", [Checked, CheckedAfterwards])
 def test_a_check_of_a_tensor_breaks_the_graph_as_in_inductor(make: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
     """Capture makes it traceable, and the compiler cannot take it: that is nothing to report to anyone as a bug of the backend."""

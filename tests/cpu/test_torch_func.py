@@ -143,3 +143,21 @@ def test_before_and_behind() -> None:
     torch.testing.assert_close(got, program(*layers, x))
     assert len(seen.report.fused) == 2
     assert [s.code for s in seen.report.skipped] == ["transformed"]
+
+
+class Skipping(Loop):
+    """A loop that capture makes one graph, beside something that torch.func differentiates in the same graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda v: (v * v).sin().sum())(x)
+        return super().forward(x) + slope
+
+
+@pytest.mark.skipif(OLD, reason="before torch 2.13, Dynamo leaves torch.func beside such a loop to eager")
+def test_beside_a_captured_loop() -> None:
+    """What is dead of the loop is erased, and no step of torch.func, of which some return nothing that is read."""
+    torch.manual_seed(0)
+    layer, x, seen = Skipping(), torch.randn(T, H), Seen()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(layer, backend=capturing(seen))(x), layer(x))
+    assert len(seen.report.fused) == 1
