@@ -25,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import gpu_shapes as gs  # noqa: E402
 
-from moefuse.ops.extended import coded_call  # noqa: E402
+from moefuse.ops.meaning.call import ExpertsCall  # noqa: E402
 from moefuse.ops.meaning.encoding import EXPONENTS, MADE, Encoding, Packing, Rounding, dequantise  # noqa: E402
 from moefuse.runtime.cpu import experts_extended as portable  # noqa: E402
 
@@ -90,7 +90,9 @@ def calls(shape: Any, tokens: int, weights: dict[str, Any]) -> dict[str, Any]:
             else:
                 (s_in, by_in), (s_out, by_out) = lists
                 names = [str(FORMS[form]), "", str(FORMS[form])]
-                torch.ops.moefuse.experts_coded(x, ids, w, [s_in], [], [s_out], [], [], [], [by_in, by_out], encodings=names)
+                torch.ops.moefuse.experts_extended(
+                    x, ids, w, [s_in], [], [s_out], *([] for _ in range(9)), [by_in, by_out], encodings=names
+                )
 
     return {form: lambda form=form: run(form) for form in weights}
 
@@ -104,10 +106,10 @@ def right(shape: Any, form: str, lists: Any, tokens: int) -> float:
     w = torch.rand(tokens, 2, device="cuda", dtype=torch.bfloat16)
     names = [str(FORMS[form]), "", str(FORMS[form])]
     part = [t[:4] for t in (s_in, by_in, s_out, by_out)]
-    given = x, ids, w, part[:1], [], part[2:3], [], [], [], [part[1], part[3]]
-    ours = torch.ops.moefuse.experts_coded(*given, encodings=names).float()
+    given = x, ids, w, part[:1], [], part[2:3], *([] for _ in range(9)), [part[1], part[3]]
+    ours = torch.ops.moefuse.experts_extended(*given, encodings=names).float()
     if FORMS[form].activation is not None:
-        theirs = portable(coded_call(*given, encodings=names)).float()
+        theirs = portable(ExpertsCall.of_extended(*given, encodings=names)).float()
         return float((ours - theirs).norm() / theirs.norm())
     dense = [dequantise(FORMS[form], part[i], part[i + 1], None, torch.bfloat16) for i in (0, 2)]
     theirs = torch.ops.moefuse.experts(x, ids, w, dense[:1], [], dense[1:], [], [], []).float()

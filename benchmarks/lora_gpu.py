@@ -3,7 +3,7 @@
     python benchmarks/lora_gpu.py --out benchmarks/results/lora-h200.json
     python benchmarks/lora_gpu.py --device cpu --tiny          # smoke test
 
-``terms``: the terms beside the products (``moefuse::experts_lora``); ``materialised``: moefuse with the weights summed, as before these
+``terms``: the terms beside the products (``moefuse::experts_extended``); ``materialised``: moefuse with the weights summed, as before these
 kernels; ``inductor``: the same program under Inductor alone; ``split``: terms beside the products by hand, as Unsloth does it, under
 Inductor; ``frozen``: moefuse without adapters, which is what they cost nothing over.
 Adapters are float32, of rank 16, as PEFT makes them. Each is checked against float64 weights on a sample of tokens first.

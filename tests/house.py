@@ -289,12 +289,13 @@ def walks() -> dict[str, list[str]]:
     lists = [[torch.randn(4, 64, 16)], [], [torch.randn(4, 16, 32)], [], [], []]
     call = ExpertsCall.of(x, ids, weights, *lists, activation="silu", gating="merged")
     found["a training call"] = walk(lambda: training.experts_forward(call))
-    from moefuse.ops.extended import coded_call
 
     storage = [[torch.randint(-127, 127, (4, 64, 16), dtype=torch.int8)], [], [torch.randint(-127, 127, (4, 16, 32), dtype=torch.int8)]]
     codes = [torch.rand(4, 64, 1), torch.rand(4, 16, 1)]
     text = "s8;1x0;f32;number;;"
-    held = coded_call(x, ids, weights, *storage, [], [], [], codes, encodings=[text, "", text], activation="silu", gating="merged")
+    held = ExpertsCall.of_extended(
+        x, ids, weights, *storage, *([] for _ in range(9)), codes, encodings=[text, "", text], activation="silu", gating="merged"
+    )
     found["a quantised call"] = walk(lambda: coded.experts(held))
     return found
 

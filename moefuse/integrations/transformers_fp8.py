@@ -58,10 +58,11 @@ def fp8_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
     gating = "separate" if len(first) > 1 else "merged" if gated else "plain"
     stacks = [[storage] for storage, _, _ in parts]
     tokens, top_k = hidden_states.size(0), top_k_index.size(-1)
-    called.ran(self, "experts_coded", hidden_states)
-    out = torch.ops.moefuse.experts_coded(
+    called.ran(self, "experts_extended", hidden_states)
+    out = torch.ops.moefuse.experts_extended(
         hidden_states, top_k_index.reshape(tokens, top_k), top_k_weights.reshape(tokens, top_k),
-        stacks[0], stacks[1] if len(first) > 1 else [], stacks[-1], [], [], [], [scale for _, scale, _ in parts],
+        stacks[0], stacks[1] if len(first) > 1 else [], stacks[-1], [], [], [], *([] for _ in range(6)),
+        [scale for _, scale, _ in parts],
         encodings=[parts[0][2], parts[1][2] if len(first) > 1 else "", parts[-1][2]],
         activation=activation, activation_args=arguments, gating=gating,
     )  # fmt: skip

@@ -1,6 +1,7 @@
-"""Experts whose projections are more than weights: ``moefuse::experts_coded``, with weights in few bits, which are never unpacked as a
-whole, and ``moefuse::experts_lora``, with low-rank terms ``W_e + s * B_e @ A_e``, which are never formed. Both are one call, with what
-belongs to each projection in its :class:`~moefuse.ops.meaning.call.Stack`.
+"""``moefuse::experts_extended``: experts whose projections are more than weights. They may have weights in few bits, which are never
+unpacked as a whole, and low-rank terms ``W_e + s * B_e @ A_e``, which are never formed. What belongs to a projection is in its
+:class:`~moefuse.ops.meaning.call.Stack`. It is an op of its own beside ``moefuse::experts``, for each argument that an op may have costs
+the host time in every call, and those of ``experts`` are the C++ kernels'.
 
 **Codes.** A weight list may be a *storage*; ``encodings`` says of w_in, w_up and w_out how they are held ("" for a projection in floating
 point). ``codes`` has what goes with them: for each encoded projection its scales, then its zeros if it has some, each as one stacked tensor
@@ -23,20 +24,18 @@ accumulation dtype, from the rows as they are, and weights that need no gradient
 (factors, u and its gradient) is rounded to their dtype as it is read.
 
 What forward saves for backward is what ``moefuse::experts`` saves, and u [S, r of all terms]: each term's rows times s * A, in the
-accumulation dtype. Where h is computed again in backward (``recomputed.py``), tokens and ids are saved instead of it.
+accumulation dtype. With ``recompute`` h is computed again in backward, as ``recomputed.py`` does, and ids are saved instead of it.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moefuse.ops.autograd import again, below_autograd, grads_for, keep, kept, not_differentiable, once, ops, wants_grad
-from moefuse.ops.meaning.call import ExpertsCall, cut, with_codes, with_terms
+from moefuse.ops.meaning.call import ExpertsCall, cut
 from moefuse.ops.meaning.checks import check_call
 from moefuse.ops.meaning.composite import flatten
 from moefuse.ops.meaning.grad_calls import GradCall
@@ -44,35 +43,11 @@ from moefuse.ops.meaning.reference import accumulation_dtype
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
 
-Lists = Sequence[Tensor]
-_FACTORS = 6
 
-
-def lora_call(*data: Any, scales: Sequence[float], **options: Any) -> ExpertsCall:
-    """From the arguments of ``moefuse::experts_lora``, in the order of its schema."""
-    call = ExpertsCall.of(*data[:-_FACTORS], **options)
-    return call.with_stacks(with_terms(call.stacks, data[-_FACTORS:], scales))
-
-
-def coded_call(*data: Any, encodings: Sequence[str], **options: Any) -> ExpertsCall:
-    """From the arguments of ``moefuse::experts_coded``, in the order of its schema."""
-    *lists, codes = data
-    call = ExpertsCall.of(*lists, **options)
-    return call.with_stacks(with_codes(call.stacks, codes, encodings))
-
-
-CALLS: dict[str, Callable[..., ExpertsCall]] = {
-    "experts_lora": lora_call,
-    "experts_coded": coded_call,
-    "recomputed_experts_lora": lora_call,
-}
-"""The call that the arguments of each op are."""
-
-
-def _legal(op: str, *data: Any, **options: Any) -> ExpertsCall:
+def _legal(*data: Any, recompute: bool = False, **options: Any) -> ExpertsCall:
     """The call that arguments are; raises where they do not fit."""
-    call = CALLS[op](*data, **options)
-    check_call(call, op)
+    call = ExpertsCall.of_extended(*data, **options)
+    check_call(call, "experts_extended")
     return call
 
 
@@ -81,23 +56,14 @@ def _run(call: ExpertsCall) -> Tensor:
     return found
 
 
-def _kernel(op: str) -> Callable[..., Tensor]:
-    check = functools.partial(_legal, op)
-
-    def kernel(*data: Any, **options: Any) -> Tensor:
-        found: Tensor = providers.run_by_kind("experts_extended", check, _run, data, options)
-        return found
-
-    return kernel
+def _kernel(*data: Any, **options: Any) -> Tensor:
+    found: Tensor = providers.run_by_kind("experts_extended", _legal, _run, data, options)
+    return found
 
 
-def _fake(op: str) -> Callable[..., Tensor]:
-    def fake(*data: Any, **options: Any) -> Tensor:
-        call = CALLS[op](*data, **options)
-        _, _, hidden = check_call(call, op)
-        return call.x.new_empty((call.x.shape[0], hidden), dtype=call.out_dtype)
-
-    return fake
+def _fake(*data: Any, **options: Any) -> Tensor:
+    call = _legal(*data, **options)
+    return call.x.new_empty((call.x.shape[0], call.w_out.features), dtype=call.out_dtype)
 
 
 def _forward(*packed: Any) -> tuple[Tensor, ...]:
@@ -107,7 +73,7 @@ def _forward(*packed: Any) -> tuple[Tensor, ...]:
 
 def _forward_fake(*packed: Any) -> tuple[Tensor, ...]:
     call = ExpertsCall.unpack_extended(*packed)
-    experts, width, hidden = check_call(call, "experts")
+    experts, width, hidden = check_call(call, "experts_extended")
     x, slots = call.x, call.x.shape[0] * call.top_k
     order, offsets = (x.new_empty((n,), dtype=torch.int64) for n in (slots, experts + 1))
     u = x.new_empty((slots, call.ranks), dtype=accumulation_dtype(x.dtype))
@@ -124,7 +90,7 @@ def _hidden(*given: Any) -> Tensor:
 def _hidden_fake(*given: Any) -> Tensor:
     *packed, order, _, _ = given
     call = ExpertsCall.unpack_extended(*packed, given[0][0].dtype)
-    return call.x.new_empty((order.shape[0], check_call(call, "experts")[1]))
+    return call.x.new_empty((order.shape[0], check_call(call, "experts_extended")[1]))
 
 
 def _backward(*packed: Any) -> list[Tensor]:
@@ -169,18 +135,14 @@ class _Extended(torch.autograd.Function):
         return None, None, None, None, d_x, None, d_weights, *d_lists, *(None for _ in range(counts[-1]))
 
 
-def _autograd(op: str) -> Callable[..., Tensor]:
-    def entry(*data: Any, **options: Any) -> Tensor:
-        if not wants_grad(flatten(data)):
-            with below_autograd():
-                return getattr(ops, op).default(*data, **options)  # type: ignore[no-any-return]
-        call = _legal(op, *data, **options)
-        _refuse_gradients(call)
-        tensors, counts, scales, encodings, *body, dtype = call.pack_extended()
-        recompute = op.startswith("recomputed")
-        return _Extended.apply(recompute, (counts, scales, encodings), tuple(body), dtype, *tensors)  # type: ignore[no-untyped-call, no-any-return]
-
-    return entry
+def _autograd(*data: Any, recompute: bool = False, **options: Any) -> Tensor:
+    if not wants_grad(flatten(data)):
+        with below_autograd():
+            return ops.experts_extended.default(*data, **options)  # type: ignore[no-any-return]
+    call = _legal(*data, **options)
+    _refuse_gradients(call)
+    tensors, counts, scales, encodings, *body, dtype = call.pack_extended()
+    return _Extended.apply(recompute, (counts, scales, encodings), tuple(body), dtype, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _refuse_gradients(call: ExpertsCall) -> None:
@@ -192,16 +154,13 @@ def _refuse_gradients(call: ExpertsCall) -> None:
     coded = [stack.codes for stack in call.stacks if stack.codes is not None]
     held = [t for codes in coded for t in (*codes.scale, *codes.zero)] + [t for stack in call.stacks if coded for t in stack.weight]
     if any(t.requires_grad for t in held):
-        raise RuntimeError("moefuse::experts_coded has gradients of x, of weights and of biases, and none of what weights are held in")
+        raise RuntimeError("moefuse::experts_extended has gradients of x, of weights and of biases, and none of what weights are held in")
 
 
-def _composite(op: str) -> Callable[..., Tensor]:
-    def composite(*data: Any, **options: Any) -> Tensor:
-        call = _legal(op, *data, **options)
-        _refuse_roundings(call)
-        return call.reference()
-
-    return composite
+def _composite(*data: Any, **options: Any) -> Tensor:
+    call = _legal(*data, **options)
+    _refuse_roundings(call)
+    return call.reference()
 
 
 def _again(*packed: Any) -> list[Tensor]:
@@ -218,13 +177,12 @@ def _refuse_roundings(call: ExpertsCall | GradCall) -> None:
     """
     if any(stack.rounding is not None for stack in call.stacks):
         raise RuntimeError(
-            "moefuse::experts_coded with activations in few bits has gradients, "
+            "moefuse::experts_extended with activations in few bits has gradients, "
             "and no rules for forward-mode AD, torch.func or a second derivative"
         )
 
 
-for _op in CALLS:
-    implement(_op, kernel=_kernel(_op), fake=_fake(_op), autograd=_autograd(_op), composite=_composite(_op))
+implement("experts_extended", kernel=_kernel, fake=_fake, autograd=_autograd, composite=_composite)
 for _op, _of, _of_fake in (("experts_extended_forward", _forward, _forward_fake), ("experts_extended_hidden", _hidden, _hidden_fake)):
     implement(_op, kernel=_of, fake=_of_fake, autograd=not_differentiable(_op))
 implement(

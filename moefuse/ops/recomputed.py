@@ -1,5 +1,5 @@
 """``moefuse::recomputed_experts``: ``moefuse::experts`` that keeps tokens and routing for backward, and no hidden activations.
-(``moefuse::recomputed_experts_lora``, the same of ``moefuse::experts_lora``, is in ``extended.py``.)
+(``moefuse::experts_extended`` does the same with ``recompute``.)
 
 h [S, 2I], which is most of what a layer keeps, is computed again when its gradient is wanted, by the same kernels from the same tokens and
 in the same order of rows: gradients are the same bits. It costs the first product of the forward pass once more. An activation checkpoint

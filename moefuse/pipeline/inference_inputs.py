@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from moefuse import _torch_private
 
 ops = torch.ops.moefuse
-HELD = {ops.experts_coded.default: (3, 4, 5, 9), ops.grouped_linear_coded.default: (2, 3)}
+HELD = {ops.experts_extended.default: (3, 4, 5, 15), ops.grouped_linear_coded.default: (2, 3)}
 """Ops, and which of their arguments are storage and what belongs to it."""
 
 

@@ -67,7 +67,7 @@ class Packed(Lowering):
         found = [None if p is None else self.read(p.weight) for p in (body.first, body.up, body.last)]
         codes = [node for read in found if read is not None for i in range(1, len(read[0].parts)) for node in self.shown(read, i)]
         names = ["" if read is None else str(read[0].encoding) for read in found]
-        return torch.ops.moefuse.experts_coded.default, [codes], {"encodings": names}
+        return torch.ops.moefuse.experts_extended.default, [*([] for _ in range(6)), codes], {"encodings": names}
 
     def read(self, leaf: Leaf) -> list[Coded] | None:
         """How a projection is encoded: a stack of all experts, or each expert's own; None if it is not."""

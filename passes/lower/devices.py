@@ -9,15 +9,13 @@ import torch
 from torch.fx import Node
 
 from moefuse import _torch_private
-from moefuse.ops import extended
 from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.passes.graph.calls import fake
 from moefuse.runtime import providers
 
-_EXTENDED = {name: extended.CALLS[name] for name in ("experts_lora", "experts_coded")}
 _DIFFERENTIATED = {
     "experts": ("experts_forward", "experts_backward_rows", "experts_backward_in", "experts_backward_out"),
-    **dict.fromkeys(_EXTENDED, ("experts_extended_forward", "experts_extended_backward")),
+    "experts_extended": ("experts_extended_forward", "experts_extended_backward"),
     "permute": ("permute",),
     "grouped_linear": ("grouped_linear", "grouped_linear_backward"),
     "grouped_linear_coded": ("grouped_linear_coded", "grouped_linear_coded_backward"),
@@ -28,7 +26,12 @@ _DIFFERENTIATED = {
 }
 """What an op of a replacement runs as when a gradient is wanted; the first of them takes the arguments of the op itself."""
 
-_CALLS: Mapping[str, Callable[..., tuple[Any, ...]]] = {"experts": ExpertsCall.of, **_EXTENDED}
+
+def _extended(*data: Any, recompute: bool = False, **options: Any) -> ExpertsCall:
+    return ExpertsCall.of_extended(*data, **options)
+
+
+_CALLS: Mapping[str, Callable[..., tuple[Any, ...]]] = {"experts": ExpertsCall.of, "experts_extended": _extended}
 """The call that providers take instead of the arguments of an op."""
 
 
@@ -44,11 +47,10 @@ def unsupported(new_nodes: Sequence[Node], grad: bool) -> tuple[str, str] | None
         if device == "cpu":
             continue
         name = str(target).split(".")[1]
-        plain = "experts_extended" if name in _EXTENDED else name
-        if plain not in providers.PROVIDERS:
+        if name not in providers.PROVIDERS:
             continue  # made of torch's operators, which are everywhere
         differentiated = grad and any(t.requires_grad for t in tensors)
-        names = _DIFFERENTIATED[name] if differentiated else (plain,)
+        names = _DIFFERENTIATED[name] if differentiated else (name,)
         missing = _missing(names, device)
         if missing:
             return device, f"no kernel for {missing}{' (training)' if differentiated else ''}"

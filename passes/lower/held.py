@@ -44,7 +44,7 @@ def held_call(lowering: Operands, body: Body, op: Callable[..., Any]) -> tuple[C
     unrounded = lowering.region.unrounded
     codes = [node for p, h in zip(body.projections, held, strict=True) if p is not None and h is not None for node in _scales(lowering, h)]
     names = ["" if h is None else str(encoding_of(h, unrounded)) for h in held]
-    return torch.ops.moefuse.experts_coded.default, [codes], {"encodings": names}
+    return torch.ops.moefuse.experts_extended.default, [*([] for _ in range(6)), codes], {"encodings": names}
 
 
 def described(body: Body, unrounded: bool) -> str:

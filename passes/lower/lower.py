@@ -150,7 +150,9 @@ class Lowering(Operands):
             return found
         op, more = self.op()
         factors, scales = terms(self, body)
-        return (torch.ops.moefuse.experts_lora.default, factors, {"scales": scales}) if scales else (op, factors, more)
+        if not scales:
+            return op, [], more
+        return torch.ops.moefuse.experts_extended.default, [*factors, []], {"scales": scales}
 
     def op(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The fused op, and what it takes beside the arguments of ``moefuse::experts``."""

@@ -9,11 +9,8 @@ from torch.fx import GraphModule, Node
 
 from moefuse.passes.graph.calls import location, tensor
 
-_AGAIN = {
-    torch.ops.moefuse.experts.default: torch.ops.moefuse.recomputed_experts.default,
-    torch.ops.moefuse.experts_lora.default: torch.ops.moefuse.recomputed_experts_lora.default,
-}
-"""The ops of a whole layer, and those that keep no hidden activations; layers of several ranks have ``bound=``."""
+_PLAIN, _EXTENDED = torch.ops.moefuse.experts.default, torch.ops.moefuse.experts_extended.default
+"""The ops of a whole layer; layers of several ranks have ``bound=``."""
 
 
 def recompute(gm: GraphModule) -> None:
@@ -21,19 +18,18 @@ def recompute(gm: GraphModule) -> None:
     for module in gm.modules():
         if not isinstance(module, GraphModule):
             continue
-        for op, again in _AGAIN.items():
-            for node in module.graph.find_nodes(op="call_function", target=op):
-                node.target = again
+        for node in module.graph.find_nodes(op="call_function", target=_PLAIN):
+            node.target = torch.ops.moefuse.recomputed_experts.default
+        for node in module.graph.find_nodes(op="call_function", target=_EXTENDED):
+            node.kwargs = {**node.kwargs, "recompute": True}
         module.recompile()
 
 
 def still_kept(anchor: Node, new_nodes: Sequence[Node], tier: str, grad: bool) -> list[str]:
     """A note where the hidden activations of a differentiated layer are kept all the same. ``new_nodes``: what stands in its place."""
-    if any(node.target in _AGAIN for node in new_nodes) or not (grad and any(map(_differentiated, new_nodes))):
+    if any(node.target in (_PLAIN, _EXTENDED) for node in new_nodes) or not (grad and any(map(_differentiated, new_nodes))):
         return []
-    if any(node.target is torch.ops.moefuse.experts_coded.default for node in new_nodes):
-        why = "experts whose weights are in few bits have no op yet that computes these again"
-    elif tier == "fused":
+    if tier == "fused":
         why = "experts on several ranks keep as many rows as `moefuse.parallelize(..., bound=)` says"
     else:
         why = (

@@ -1,4 +1,4 @@
-"""Low-rank terms as ``moefuse::experts_lora`` takes them: one A, one B and one scale for each projection.
+"""Low-rank terms as ``moefuse::experts_extended`` takes them: one A, one B and one scale for each projection.
 
 Several terms of a projection are one of their ranks beside each other. Numbers that only the run knows are multiplied into A, which is
 small; so are scales that differ from term to term.

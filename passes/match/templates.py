@@ -53,7 +53,7 @@ class Body:
 
 
 WITH_TERMS = ("cpu", "cuda")
-"""Devices with an ``experts_lora``. Elsewhere its portable provider would wait for the host."""
+"""Devices where one op takes terms. Elsewhere its portable provider would wait for the host."""
 
 
 def one_op(expr: Expr, device: torch.device, trained: bool) -> Body | None:

@@ -1,4 +1,4 @@
-"""Random weights in few bits for the tests of ``moefuse::experts_coded``."""
+"""Random weights in few bits for the tests of ``moefuse::experts_extended``."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def hold(encoding: Encoding, experts: int, out: int, inp: int, g: torch.Generato
 
 
 def coded(case: Case, *encodings: Encoding | None, in_out: bool = False) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """(arguments of experts_coded, arguments of experts with the weights that these mean, options of the former).
+    """(arguments of experts_extended, arguments of experts with the weights that these mean, options of the former).
 
     ``encodings``: of w_in, w_up and w_out.
     """
@@ -100,4 +100,4 @@ def coded(case: Case, *encodings: Encoding | None, in_out: bool = False) -> tupl
         codes += more
         whole = held.dense(case.dtype)
         dense[i] = list(whole) if case.separate else [whole]
-    return [*args, codes], dense, {**case.options, "encodings": names}
+    return [*args, *([] for _ in range(6)), codes], dense, {**case.options, "encodings": names}

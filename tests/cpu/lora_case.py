@@ -1,4 +1,4 @@
-"""Arguments of ``moefuse::experts_lora``, and the same experts with weights that have the terms added."""
+"""Arguments of ``moefuse::experts_extended``, and the same experts with weights that have the terms added."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def arguments(
     b = [weight(width), weight(width) if split else [], weight(hidden)] if bias else [[], [], []]
     up = [weight(rank, hidden, of=of), weight(width, rank, of=of)] if split else [[], []]
     factors = [weight(rank, hidden, of=of), weight(width, rank, of=of), *up, weight(rank, inner, of=of), weight(hidden, rank, of=of)]
-    return [x, ids, weights, *w, *b, *factors]
+    return [x, ids, weights, *w, *b, *factors, []]
 
 
 def merged(args: list[Any], **options: Any) -> Tensor:
@@ -60,7 +60,7 @@ def merged(args: list[Any], **options: Any) -> Tensor:
 
 def ours(args: list[Any], **options: Any) -> Tensor:
     """The op."""
-    found: Tensor = torch.ops.moefuse.experts_lora(*args, scales=SCALES, **options)
+    found: Tensor = torch.ops.moefuse.experts_extended(*args, scales=SCALES, **options)
     return found
 
 

@@ -118,14 +118,14 @@ def _bounded(order: Any, case: Case) -> None:
     differentiated(lambda *args: ops.bounded_experts(*args, **options), case.args(), order)
 
 
-def _lora(op: Any) -> Callable[[Any, Case], None]:
+def _lora(**more: Any) -> Callable[[Any, Case], None]:
     def run(order: Any, case: Case) -> None:
         args = lora_arguments(case.gating, torch.float32, torch.float32, stacked=not case.separate, sizes=Sizes(tokens=case.tokens))
         if case.high_id == 0:
             args[1] = torch.full_like(args[1], -1)
         options = {"scales": SCALES, "gating": case.gating, "weight_on_input": case.weight_on_input}
-        differentiated(lambda *given: op(*given, **options), args, order)
-        ops.experts_lora(*tree_map_only(Tensor, lambda t: order(t.detach()), args), **options)
+        differentiated(lambda *given: ops.experts_extended(*given, **options, **more), args, order)
+        ops.experts_extended(*tree_map_only(Tensor, lambda t: order(t.detach()), args), **options)
 
     return run
 
@@ -141,10 +141,10 @@ def _coded(encoding: Encoding) -> Callable[[Any, Case], None]:
             whole = list(frozen)
             for i, value in zip(leaves, given, strict=True):
                 whole[i] = value
-            return ops.experts_coded(*whole, **options)
+            return ops.experts_extended(*whole, **options)
 
         differentiated(call, [args[i] for i in leaves], order)
-        ops.experts_coded(*frozen, **options)
+        ops.experts_extended(*frozen, **options)
 
     return run
 
@@ -205,11 +205,11 @@ CASES: dict[str, tuple[set[str], Callable[[Any, Case], None]]] = {
     "experts, in parts": ({"experts_forward", *(f"experts_backward_{n}" for n in ("rows", "in", "out"))}, _in_parts),
     "recomputed": (KEPT | {"experts_hidden"}, lambda order, case: _experts(order, case, ops.recomputed_experts)),
     "bounded": (KEPT | {"keep_rows", "restore_rows"}, _bounded),
-    "lora": (EXTENDED | {"experts_lora"}, _lora(ops.experts_lora)),
-    "recomputed, lora": (EXTENDED | {"experts_lora", "experts_extended_hidden"}, _lora(ops.recomputed_experts_lora)),
-    "coded": (EXTENDED | {"experts_coded"}, _coded(ENCODINGS["int8 channels"])),
-    "coded, rounded": (EXTENDED | {"experts_coded"}, _coded(Encoding("e4m3", (32, 32), activation=Rounding("e4m3", 32)))),
-    "coded, in pairs": (EXTENDED | {"experts_coded"}, _coded(ENCODINGS["nibbles, zeros"])),
+    "lora": (EXTENDED | {"experts_extended"}, _lora()),
+    "recomputed, lora": (EXTENDED | {"experts_extended", "experts_extended_hidden"}, _lora(recompute=True)),
+    "coded": (EXTENDED | {"experts_extended"}, _coded(ENCODINGS["int8 channels"])),
+    "coded, rounded": (EXTENDED | {"experts_extended"}, _coded(Encoding("e4m3", (32, 32), activation=Rounding("e4m3", 32)))),
+    "coded, in pairs": (EXTENDED | {"experts_extended"}, _coded(ENCODINGS["nibbles, zeros"])),
     "grouped tier": (GROUPED | {f"{n}_backward" for n in GROUPED - {"permute"}}, _tier),
     "grouped, coded": ({"grouped_linear_coded", "grouped_linear_coded_backward"}, _grouped_coded),
     "router": ({"topk", "router_logits", "route"}, _router),

@@ -35,15 +35,15 @@ def _experts(tokens: int) -> None:
 
 def _lora(tokens: int) -> None:
     args = lora_case.arguments("merged", torch.float32, torch.float32, sizes=lora_case.Sizes(tokens=tokens))
-    for name in ("experts_lora", "recomputed_experts_lora"):
-        _trained(getattr(ops, name)(*args, scales=lora_case.SCALES), *lora_case.tensors(args))
+    for recompute in (False, True):
+        _trained(ops.experts_extended(*args, scales=lora_case.SCALES, recompute=recompute), *lora_case.tensors(args))
 
 
 def _coded(tokens: int) -> None:
     encoding = ENCODINGS["fp8 blocks"]
     args, _, options = coded(Case(tokens, 32, 32, 5, 2, 32, dtype=torch.bfloat16), encoding, encoding, encoding)
     args[0].requires_grad_()
-    _trained(ops.experts_coded(*args, **options), args[0])
+    _trained(ops.experts_extended(*args, **options), args[0])
     xs, offsets = (
         torch.randn(tokens, 32, dtype=torch.bfloat16, requires_grad=True),
         torch.tensor([0, 0, tokens // 2, tokens, tokens, tokens]),
@@ -127,7 +127,7 @@ def test_aligned(tokens: int) -> None:
     assert every - seen - OVER_RANKS - ELSEWHERE.keys() == NO_KERNEL
 
 
-NO_KERNEL = {"experts", "experts_lora", "experts_coded", "recomputed_experts", "recomputed_experts_lora", "bounded_experts"}
+NO_KERNEL = {"experts", "experts_extended", "recomputed_experts", "bounded_experts"}
 """Operations whose entry calls the internal ones."""
 
 

@@ -20,7 +20,7 @@ from moefuse.report.report import FusionReport
 from tests.programs import fp8
 from tests.programs.fp8 import BK, BN, NO_ZEROS, ZEROS, Absent, Batched, E, Grouped, H, Hit, K, Layer, Listed, Loop, Mx, OfTensors
 
-OP = torch.ops.moefuse.experts_coded.default
+OP = torch.ops.moefuse.experts_extended.default
 BLOCKS = f"e4m3, blocks of {BN}x{BK}"
 ROUNDED = f"{BLOCKS}, activations e4m3 per token and {BK} inputs"
 

@@ -27,18 +27,18 @@ def made_there(value: Any) -> Any:
 
 def op_and_inputs(name: str) -> tuple[Callable[..., Tensor], list[Any], list[Tensor]]:
     """A call of what goes beside the tokens, that, and what has gradients."""
-    if name == "experts_coded":
+    if name == "experts_extended":
         args, _, options = coded(Case(dtype=torch.float32, hidden=16, inter=8), ENCODING, None, ENCODING)
-        x, ids, weights, w_in, _, w_out, b_in, _, b_out, codes = args
+        x, ids, weights, w_in, _, w_out, b_in, _, b_out, *factors, codes = args
         leaves = [t.requires_grad_() for t in (x, weights, *b_in, *b_out)]
-        return lambda w_in, w_out, codes: ops.experts_coded(
-            x, ids, weights, w_in, [], w_out, b_in, [], b_out, codes, **options), [w_in, w_out, codes], leaves  # fmt: skip
+        return lambda w_in, w_out, codes: ops.experts_extended(
+            x, ids, weights, w_in, [], w_out, b_in, [], b_out, *factors, codes, **options), [w_in, w_out, codes], leaves  # fmt: skip
     g = torch.Generator().manual_seed(0)
     held, xs, offsets = hold(ENCODING, 3, 16, 8, g), torch.randn(6, 8, generator=g).requires_grad_(), torch.tensor([0, 2, 2, 6])
     return lambda w, codes: ops.grouped_linear_coded(xs, offsets, w, codes, [], str(ENCODING)), [*held.lists(False)], [xs]
 
 
-@pytest.mark.parametrize("name", ["experts_coded", "grouped_linear_coded"])
+@pytest.mark.parametrize("name", ["experts_extended", "grouped_linear_coded"])
 def test_the_op(name: str) -> None:
     """Whichever of them is one: results and gradients are the same bits, and autograd still sees who is written to."""
     run, beside, leaves = op_and_inputs(name)

@@ -92,7 +92,7 @@ def test_spellings(spelling: str) -> None:
 def test_nothing_as_large_as_a_weight_is_made() -> None:
     layer, x = Layer(SPELLINGS["baddbmm"]), torch.randn(40, H)
     seen = products(layer, x, True)
-    assert any("experts_lora" in name for name in seen)
+    assert any("experts_extended" in name for name in seen)
     assert not any("baddbmm" in name for name in seen)
 
 
@@ -177,7 +177,7 @@ def test_factors_are_read_live_and_start_at_zero() -> None:
 def test_many_rows_of_an_expert(tokens: int, count: int) -> None:
     """With these the sum of weights costs less than products of their own, and is what the program asked for."""
     names = products(Layer(SPELLINGS["baddbmm"]), torch.randn(tokens, H), train=False)
-    assert sum("experts_lora" in name for name in names) == count
+    assert sum("experts_extended" in name for name in names) == count
     assert sum("moefuse.experts" in name for name in names) == 1
 
 

@@ -23,7 +23,7 @@ IN_CPP = ("experts", "recomputed", "bounded")
 UNASKED = {
     **dict.fromkeys(ACROSS_RANKS, "needs ranks that answer: rows arrive in buffers of its own, and their gradients are made contiguous"),
     "room": "of one dimension",
-    **dict.fromkeys(("experts", "recomputed_experts", "bounded_experts", "recomputed_experts_lora"), "runs as the ops below it"),
+    **dict.fromkeys(("experts", "recomputed_experts", "bounded_experts"), "runs as the ops below it"),
 }
 
 
@@ -62,7 +62,7 @@ def test_compiled() -> None:
     x = args[0].t().contiguous()
 
     def loss(x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.moefuse.experts_coded((2 * x).t(), *args[1:], **options)
+        out: Tensor = torch.ops.moefuse.experts_extended((2 * x).t(), *args[1:], **options)
         return out.square().sum()
 
     wanted, found = (torch.autograd.grad(run(given), given)[0] for run in (loss, torch.compile(loss)) for given in [x.requires_grad_()])

@@ -84,17 +84,18 @@ def _experts(case: Case, name: str = "experts", **more: Any) -> tuple[Callable[.
     return _flat(case.args(), lambda *args: getattr(ops, name)(*args, **case.options, **more))
 
 
-def _lora(name: str) -> tuple[Callable[..., Any], list[Tensor]]:
+def _lora(**more: Any) -> tuple[Callable[..., Any], list[Tensor]]:
     sizes = lora_case.Sizes(tokens=3, experts=3, hidden=2, inner=2)
     args = lora_case.arguments("merged", torch.float64, torch.float64, rank=1, sizes=sizes)
-    return _flat(args, lambda *given: getattr(ops, name)(*given, scales=lora_case.SCALES))
+    return _flat(args, lambda *given: ops.experts_extended(*given, scales=lora_case.SCALES, **more))
 
 
 def _coded() -> tuple[Callable[..., Any], list[Tensor]]:
     case = SMALL.with_(hidden=8, inter=8, hidden_out=8, tokens=2)
     data, _, options = coded(case, ENCODINGS["uint8 zeros"], None, ENCODINGS["uint8 zeros"])
-    x, ids, weights, w_in, w_up, w_out, *biases, codes = data
-    return _flat([x, weights, *biases], lambda x, w, *b: ops.experts_coded(x, ids, w, w_in, w_up, w_out, *b, codes, **options))
+    x, ids, weights, w_in, w_up, w_out, *more = data
+    biases, codes = more[:3], more[3:]
+    return _flat([x, weights, *biases], lambda x, w, *b: ops.experts_extended(x, ids, w, w_in, w_up, w_out, *b, *codes, **options))
 
 
 def _grouped_coded() -> tuple[Callable[..., Any], list[Tensor]]:
@@ -111,9 +112,9 @@ FUNCTIONS: dict[str, Callable[[], tuple[Callable[..., Any], list[Tensor]]]] = {
     "experts apart": lambda: _experts(SMALL.with_(separate=True, gating="separate", bias=False)),
     "plain experts": lambda: _experts(SMALL.with_(gating="plain", transposed=True)),
     "recomputed_experts": lambda: _experts(SMALL, "recomputed_experts"),
-    "experts_lora": lambda: _lora("experts_lora"),
-    "recomputed_experts_lora": lambda: _lora("recomputed_experts_lora"),
-    "experts_coded": _coded,
+    "low-rank terms": _lora,
+    "low-rank terms, recomputed": lambda: _lora(recompute=True),
+    "weights in few bits": _coded,
     "grouped_linear_coded": _grouped_coded,
 } | {name: lambda name=name: _grouped(name) for name in GROUPED}  # type: ignore[misc]
 
@@ -297,9 +298,9 @@ def test_rounded_activations_say_that_they_have_no_tangent() -> None:
     args, _, options = coded(case, encoding, None, encoding)
     with (
         forward_ad.dual_level(),
-        pytest.raises(RuntimeError, match=r"experts_coded with activations in few bits .* no rules for forward-mode AD"),
+        pytest.raises(RuntimeError, match=r"experts_extended with activations in few bits .* no rules for forward-mode AD"),
     ):
-        ops.experts_coded(forward_ad.make_dual(args[0], args[0]), *args[1:], **options)
+        ops.experts_extended(forward_ad.make_dual(args[0], args[0]), *args[1:], **options)
     args[0].requires_grad_()
     with pytest.raises(RuntimeError, match=r"no rules for forward-mode AD, torch\.func or a second derivative"):
-        torch.autograd.grad(ops.experts_coded(*args, **options).sum(), args[0], create_graph=True)
+        torch.autograd.grad(ops.experts_extended(*args, **options).sum(), args[0], create_graph=True)

@@ -1,4 +1,4 @@
-"""``moefuse::experts_coded`` on the CPU: it is ``moefuse::experts`` with the weights that the encodings mean."""
+"""``moefuse::experts_extended`` on the CPU: it is ``moefuse::experts`` with the weights that the encodings mean."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = Case(tokens=9, hidden=32, inter=32, hidden_out=32, experts=5, top_k=2, d
 
 
 def run_coded(args: list[Any], options: dict[str, Any]) -> Tensor:
-    out: Tensor = torch.ops.moefuse.experts_coded(*args, **options)
+    out: Tensor = torch.ops.moefuse.experts_extended(*args, **options)
     return out
 
 
@@ -132,7 +132,7 @@ def test_opcheck_and_compile() -> None:
     """Schema, fake and autograd agree, and Inductor takes the op as it is, with tokens whose number varies."""
     encoding: Encoding = ENCODINGS["nibbles, zeros"]  # opcheck cannot compare float8
     args, _, options = coded(SMALL, encoding, None, encoding)
-    torch.library.opcheck(torch.ops.moefuse.experts_coded.default, tuple(args), options)
+    torch.library.opcheck(torch.ops.moefuse.experts_extended.default, tuple(args), options)
     compiled = torch.compile(lambda x, ids, weights: run_coded([x, ids, weights, *args[3:]], options), dynamic=True, fullgraph=True)
     for tokens in (9, 4):
         x, ids, weights = (t[:tokens].clone() for t in args[:3])
@@ -158,6 +158,17 @@ def test_what_is_given_in_the_wrong_number(change: dict[str, Any], text: str) ->
     x, ids, weights = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
     w_in, codes = change.get("w_in", storage[:1]), [*scales, *scales[:1]] if "more" in change else scales
     with pytest.raises(ValueError, match=re.escape(text)):
-        torch.ops.moefuse.experts_coded(
-            x, ids, weights, w_in, [], storage[1:], [], [], [], codes, encodings=change.get("encodings", [how, "", how])
+        torch.ops.moefuse.experts_extended(
+            x,
+            ids,
+            weights,
+            w_in,
+            [],
+            storage[1:],
+            [],
+            [],
+            [],
+            *([] for _ in range(6)),
+            codes,
+            encodings=change.get("encodings", [how, "", how]),
         )

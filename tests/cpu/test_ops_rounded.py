@@ -1,4 +1,4 @@
-"""``moefuse::experts_coded`` with activations in few bits, on the CPU: against what it means in float64."""
+"""``moefuse::experts_extended`` with activations in few bits, on the CPU: against what it means in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops.extended import coded_call
 from moefuse.ops.meaning.activations import ACTIVATIONS
 from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.ops.meaning.encoding import EXPONENTS, Encoding, Rounding, dequantise, parse
@@ -32,7 +31,7 @@ ENCODINGS = {
 
 
 def run_coded(args: list[Any], options: dict[str, Any]) -> Tensor:
-    out: Tensor = torch.ops.moefuse.experts_coded(*args, **options)
+    out: Tensor = torch.ops.moefuse.experts_extended(*args, **options)
     return out
 
 
@@ -41,7 +40,7 @@ def truth(args: list[Any], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
     The second number is what it costs that a sum in float32 rounds to another number of that dtype, which may have another code.
     """
-    x, ids, weights, w_in, _, w_out, b_in, _, b_out, codes = args
+    x, ids, weights, w_in, _, w_out, b_in, _, b_out, *_, codes = args
     experts = w_in[0].shape[0]
     encodings = [parse(text) for text in options["encodings"] if text]
     first, last = (
@@ -140,7 +139,7 @@ def test_one_projection_rounds(gating: str) -> None:
     kept = []
     for last in (encoding, plain):
         args, _, options = coded(case, plain, plain if gating == "separate" else None, last)
-        call = coded_call(*args, **options)
+        call = ExpertsCall.of_extended(*args, **options)
         kept.append(torch.ops.moefuse.experts_extended_forward(*call.pack_extended()))
     assert torch.equal(kept[0][1], kept[1][1])
     assert not torch.equal(kept[0][0], kept[1][0])
@@ -161,7 +160,7 @@ def test_gradients(name: str, on_input: bool) -> None:
     pull = torch.randn(9, 32, generator=torch.Generator().manual_seed(3))
     found = torch.autograd.grad(run_coded(args, options), leaves, pull)
     with torch.no_grad():
-        _, h, order, offsets, _ = torch.ops.moefuse.experts_extended_forward(*coded_call(*args, **options).pack_extended())
+        _, h, order, offsets, _ = torch.ops.moefuse.experts_extended_forward(*ExpertsCall.of_extended(*args, **options).pack_extended())
         base = ExpertsCall.of(*dense, **case.options)
         need = Needs.of([True, True, *[False] * 6], on_input)
         stacks = base.w_in, base.w_up, base.w_out
@@ -219,7 +218,7 @@ def test_opcheck_and_compile() -> None:
     """Schema, fake and autograd agree, and Inductor takes the op as it is, with tokens whose number varies."""
     encoding = replace(ENCODINGS["channels"])
     args, _, options = coded(SMALL, encoding, None, encoding)
-    torch.library.opcheck(torch.ops.moefuse.experts_coded.default, tuple(args), options)
+    torch.library.opcheck(torch.ops.moefuse.experts_extended.default, tuple(args), options)
     compiled = torch.compile(lambda x, ids, weights: run_coded([x, ids, weights, *args[3:]], options), dynamic=True, fullgraph=True)
     for tokens in (9, 4):
         x, ids, weights = (t[:tokens].clone() for t in args[:3])

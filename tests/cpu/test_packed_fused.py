@@ -19,7 +19,7 @@ from tests.programs import packed
 from tests.programs.packed import SPELLINGS, Gated
 
 FEW_BITS = [spelling for spelling in SPELLINGS if spelling != "floats"]
-OP = torch.ops.moefuse.experts_coded.default
+OP = torch.ops.moefuse.experts_extended.default
 
 
 @pytest.fixture(autouse=True)

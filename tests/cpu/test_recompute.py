@@ -82,8 +82,8 @@ def test_low_rank_terms(gating: str, tokens: int, dtype: torch.dtype, weight_on_
     of = torch.float32 if dtype == torch.bfloat16 else dtype
     args = arguments(gating, dtype, of, stacked=tokens != 9, sizes=Sizes(tokens=tokens))
     options = {"gating": gating, "weight_on_input": weight_on_input, "scales": SCALES}
-    out, grads, kept = gradients(torch.ops.moefuse.experts_lora, args, options)
-    again, regrads, less = gradients(torch.ops.moefuse.recomputed_experts_lora, args, options)
+    out, grads, kept = gradients(torch.ops.moefuse.experts_extended, args, options)
+    again, regrads, less = gradients(torch.ops.moefuse.experts_extended, args, {**options, "recompute": True})
     assert torch.equal(out, again)
     assert all(torch.equal(a, b) for a, b in zip(grads, regrads, strict=True))
     slots, terms = tokens * SMALL.top_k, 3 if gating == "separate" else 2
@@ -94,7 +94,6 @@ def test_low_rank_terms(gating: str, tokens: int, dtype: torch.dtype, weight_on_
 def test_arguments_are_those_of_experts() -> None:
     of = {name: schema for schema in SCHEMAS for name in [schema.partition("(")[0]]}
     assert of["recomputed_experts"].removeprefix("recomputed_") == of["experts"]
-    assert of["recomputed_experts_lora"].removeprefix("recomputed_") == of["experts_lora"]
 
 
 @pytest.mark.usefixtures("light")

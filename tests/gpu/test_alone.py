@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops.extended import coded_call
-from moefuse.ops.meaning.call import Body
+from moefuse.ops.meaning.call import Body, ExpertsCall
 from moefuse.ops.meaning.coded_weights import Codes
 from moefuse.ops.meaning.token_codes import as_rounded
 from tests.cpu.coded_case import Held, coded, hold
@@ -125,7 +124,7 @@ def test_layers(name: str, gating: str, top_k: int) -> None:
         now = case.with_(tokens=tokens, seed=seed)
         args, dense, options = coded(now, encoding, encoding if gating == "separate" else None, encoding)
         args, dense = on_gpu(args), on_gpu(dense)
-        call = _as_bytes(coded_call(*args, **options))
+        call = _as_bytes(ExpertsCall.of_extended(*args, **options))
         assert words.refusal(call) is None
         _poison()
         out = run(args, options)
@@ -147,7 +146,7 @@ def test_layers_with_tokens_rounded(name: str, gating: str) -> None:
         args, _, options = coded(case, encoding, encoding if gating == "separate" else None, encoding)
         args = on_gpu(args)
         _poison()
-        out, theirs = run(args, options), portable(coded_call(*args, **options))
+        out, theirs = run(args, options), portable(ExpertsCall.of_extended(*args, **options))
         error, size = (out.float() - theirs.float()).abs(), float(theirs.float().abs().max())
         assert float(error.max()) <= 0.03 * size
         assert float(error.mean()) <= 2e-3 * size

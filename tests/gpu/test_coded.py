@@ -1,4 +1,4 @@
-"""``moefuse::experts_coded`` on the device: every encoding against the definition; graphs, live storage, no waiting."""
+"""``moefuse::experts_extended`` on the device: every encoding against the definition; graphs, live storage, no waiting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def on_gpu(args: list[Any]) -> list[Any]:
 
 
 def run(args: list[Any], options: dict[str, Any]) -> Tensor:
-    out: Tensor = torch.ops.moefuse.experts_coded(*args, **options)
+    out: Tensor = torch.ops.moefuse.experts_extended(*args, **options)
     return out
 
 

@@ -1,4 +1,4 @@
-"""``experts_lora`` on the device, alone and in compiled models."""
+"""``experts_extended`` with terms on the device, alone and in compiled models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import moefuse
-from moefuse.ops.extended import lora_call
+from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.runtime import providers
 from tests.cpu.lora_case import SCALES, Sizes, arguments, check, merged, moved, ours, results, tensors
 from tests.gpu.stacked_lora import Stacked
@@ -33,7 +33,7 @@ def on_gpu(*args: Any, **options: Any) -> list[Any]:
 
 
 def test_triton_runs_the_ops() -> None:
-    call = lora_call(*on_gpu("merged", torch.bfloat16, torch.bfloat16), scales=SCALES)
+    call = ExpertsCall.of_extended(*on_gpu("merged", torch.bfloat16, torch.bfloat16), scales=SCALES)
     for op in ("experts_extended", "experts_extended_forward", "experts_extended_hidden", "experts_extended_backward"):
         assert providers.select(op, call).name == "triton"
 
@@ -79,19 +79,19 @@ def test_inference(sizes: Sizes) -> None:
 @pytest.mark.parametrize("sizes", [SIZES["some"], SIZES["many"], SIZES["odd"]], ids=["some", "many", "odd"])
 @pytest.mark.parametrize("gating", ["merged", "separate", "plain"])
 def test_hidden_activations_once_more(gating: str, sizes: Sizes) -> None:
-    """``moefuse::recomputed_experts_lora`` has the bits of ``moefuse::experts_lora``, recorded calls too, and keeps less."""
+    """With ``recompute`` the op has the same bits, recorded calls too, and keeps less."""
     args = on_gpu(gating, torch.bfloat16, torch.float32, rank=4, sizes=sizes)
     expected, kept = results(args, ours, gating=gating), []
-    for op in (torch.ops.moefuse.experts_lora, torch.ops.moefuse.recomputed_experts_lora):
+    for recompute in (False, True):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        out = op(*args, scales=SCALES, gating=gating)
+        out = torch.ops.moefuse.experts_extended(*args, scales=SCALES, gating=gating, recompute=recompute)
         kept.append(torch.cuda.memory_allocated() - before)
         del out
     assert kept[1] < kept[0]
 
     def again(args: list[Any], **options: Any) -> Tensor:
-        found: Tensor = torch.ops.moefuse.recomputed_experts_lora(*args, scales=SCALES, **options)
+        found: Tensor = torch.ops.moefuse.experts_extended(*args, scales=SCALES, recompute=True, **options)
         return found
 
     for _ in range(4):

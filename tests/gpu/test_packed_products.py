@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.extended import coded_call
+from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.ops.meaning.encoding import Encoding, Rounding
 from tests.cpu.coded_case import coded
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to
@@ -48,11 +48,11 @@ def test_layers(name: str, gating: str, rows: int) -> None:
     encoding = ENCODINGS[name]
     args, dense, options = coded(case, encoding, encoding if gating == "separate" else None, encoding)
     args, dense = on_gpu(args), on_gpu(dense)
-    out = packed.experts(_as_bytes(coded_call(*args, **options)), rows)
+    out = packed.experts(_as_bytes(ExpertsCall.of_extended(*args, **options)), rows)
     assert out is not None
     assert_as_exact(out, reference(dense, **case.options), reference(to(dense, torch.float64), **case.options))
     for _ in range(3):
-        again = packed.experts(_as_bytes(coded_call(*args, **options)), rows)
+        again = packed.experts(_as_bytes(ExpertsCall.of_extended(*args, **options)), rows)
         assert torch.equal(again, out)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefuse.ops.extended import coded_call
+from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.ops.meaning.encoding import EXPONENTS, Encoding, Rounding
 from moefuse.ops.meaning.token_codes import quantise
 from tests.cpu.coded_case import coded
@@ -62,7 +62,7 @@ def test_values(name: str, gating: str, tokens: int) -> None:
     args, _, options = coded(case, encoding, encoding if gating == "separate" else None, encoding)
     args = on_gpu(args)
     out = run(args, options)
-    theirs = portable(coded_call(*args, **options))
+    theirs = portable(ExpertsCall.of_extended(*args, **options))
     assert out.shape == theirs.shape
     if tokens:
         error, size = (out.float() - theirs.float()).abs(), float(theirs.float().abs().max())
@@ -97,9 +97,9 @@ def test_gradients() -> None:
     args, dense, options = coded(LARGE, encoding, None, encoding)
     args, dense = on_gpu(args), on_gpu(dense)
     grads = []
-    for given, op in ((args, torch.ops.moefuse.experts_coded), (dense, torch.ops.moefuse.experts)):
+    for given, op in ((args, torch.ops.moefuse.experts_extended), (dense, torch.ops.moefuse.experts)):
         x, weights = (given[i].detach().clone().requires_grad_() for i in (0, 2))
-        named = options if op is torch.ops.moefuse.experts_coded else LARGE.options
+        named = options if op is torch.ops.moefuse.experts_extended else LARGE.options
         result = op(x, given[1], weights, *given[3:], **named)
         grads.append(torch.autograd.grad(result, (x, weights), torch.ones_like(result)))
     for ours, theirs in zip(*grads, strict=True):

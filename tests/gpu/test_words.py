@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.extended import coded_call
+from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.ops.meaning.encoding import EXPONENTS, LDEXP, MADE, POWERS, Encoding, Packing
 from tests.cpu.coded_case import coded
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to
@@ -73,7 +73,7 @@ def test_layers(name: str, gating: str, tokens: int) -> None:
     encoding = ENCODINGS[name]
     args, dense, options = coded(case, encoding, encoding if gating == "separate" else None, encoding)
     args, dense = on_gpu(args), on_gpu(dense)
-    assert words.refusal(_as_bytes(coded_call(*args, **options))) is None
+    assert words.refusal(_as_bytes(ExpertsCall.of_extended(*args, **options))) is None
     out = run(args, options)
     assert_as_exact(out, reference(dense, **case.options), reference(to(dense, torch.float64), **case.options))
     for _ in range(3):

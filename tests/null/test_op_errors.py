@@ -202,8 +202,7 @@ def test_experts_under_autograd(changes: dict[str, Any], error: type[Exception],
 
 EMPTY: list[Tensor] = []
 FAMILY: dict[str, dict[str, Any]] = {
-    "experts_coded": {"codes": EMPTY, "encodings": ["", "", ""]},
-    "experts_lora": {"scales": [1.0] * 3, **{f"{side}_{name}": EMPTY for name in ("in", "up", "out") for side in "al"}},
+    "experts_extended": {"codes": EMPTY, **{f"{side}_{name}": EMPTY for name in ("in", "up", "out") for side in "al"}},
 }
 """Ops with all arguments of ``moefuse::experts``, and what they have beside these."""
 

@@ -77,7 +77,7 @@ def _captured(layer: Layer) -> bool:
 def _is_recomputed(layer: Layer) -> bool:
     module = layer.module
     recompute.recompute(module)
-    return "recomputed" in str([n.target for n in module.graph.nodes])
+    return any("recomputed" in str(n.target) or n.kwargs.get("recompute") for n in module.graph.nodes)
 
 
 def _is_topk_replaced(layer: Layer) -> bool:
@@ -100,10 +100,9 @@ FEATURES: dict[str, Callable[[Layer], bool]] = {
     "programs that call it": lambda layer: f"moefuse::{_name(layer)}" in RULES,
 }
 TRAVELS = ("bounded_experts", "ep_experts", "ep_dispatch")
-AGAIN = ("recomputed_experts", "recomputed_experts_lora")
+AGAIN = ("recomputed_experts",)
 UNSEEN: dict[str, dict[tuple[str, ...], str]] = {
     "recompute": {
-        ("experts_coded",): "a note of the report says that hidden activations are kept",
         ("permute",): "a note says so: they are grouped products around the program's own operations",
         TRAVELS: "a note says so: `moefuse.parallelize(..., bound=)` is for that",
     },
@@ -112,17 +111,17 @@ UNSEEN: dict[str, dict[tuple[str, ...], str]] = {
     },
     "the call that kernels take": {("permute",): "providers take its arguments as they are", (*AGAIN, *TRAVELS): "no provider's op"},
     "cost gate, warmup, workspace": {
-        ("experts_lora", "experts_coded", "permute"): "nothing is measured of them: their kernels have tables or rules of their own",
+        ("experts_extended", "permute"): "nothing is measured of them: their kernels have tables or rules of their own",
         (*AGAIN, *TRAVELS): "they stand for an op that passed the gate",
     },
     "shared experts beside": {
-        ("experts_lora", "experts_coded", "permute", *AGAIN, *TRAVELS): "they run in the order of the program: no stream is measured",
+        ("experts_extended", "permute", *AGAIN, *TRAVELS): "they run in the order of the program: no stream is measured",
     },
     "slices of experts": {
-        ("experts_lora", "experts_coded", "permute", *AGAIN, *TRAVELS): "`experts='tp'` cuts weights of one op; others are an error",
+        ("experts_extended", "permute", *AGAIN, *TRAVELS): "`experts='tp'` cuts weights of one op; others are an error",
     },
     "programs that call it": {
-        ("experts_lora", *AGAIN, *TRAVELS): "moefuse writes them itself; a program that calls them keeps them",
+        (*AGAIN, *TRAVELS): "moefuse writes them itself; a program that calls them keeps them",
     },
 }
 """Feature -> ops that it does not see -> why."""

@@ -39,7 +39,7 @@ def calls() -> dict[str, list[Any]]:
     order, offsets = torch.arange(10), torch.arange(EXPERTS + 1)
     return {
         "experts": Case().args(),
-        "experts_lora": lora_arguments("merged", torch.float64, torch.float64),
+        "experts_extended": lora_arguments("merged", torch.float64, torch.float64),
         "permute": [x, ids, EXPERTS],
         "grouped_linear": [draw_ids(10, 3, 0, 2).double(), offsets, w, b],
         "expert_rows": [b, offsets, 10],
@@ -48,10 +48,10 @@ def calls() -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("name", ["experts", "experts_lora", "permute", "grouped_linear", "expert_rows", "combine"])
+@pytest.mark.parametrize("name", ["experts", "experts_extended", "permute", "grouped_linear", "expert_rows", "combine"])
 def test_every_op_has_kernels(name: str, grad: bool) -> None:
     options: dict[str, Any] = {"activation": "silu"} if name.startswith("experts") else {}
-    options |= {"scales": SCALES} if name == "experts_lora" else {}
+    options |= {"scales": SCALES} if name == "experts_extended" else {}
     target = getattr(ops, name).default
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         assert unsupported(called(target, calls()[name], dtype, grad, **options), grad) is None

@@ -54,7 +54,7 @@ def drawn(seed: int, encoding: Encoding = BLOCKS, **changes: Any) -> tuple[list[
 
 
 def op(args: list[Any], options: dict[str, Any]) -> Tensor:
-    found: Tensor = torch.ops.moefuse.experts_coded(*args, **options)
+    found: Tensor = torch.ops.moefuse.experts_extended(*args, **options)
     return found
 
 
@@ -140,7 +140,7 @@ def test_what_an_operation_reads_is_a_tensor(world: World) -> None:
 
 
 def scale_of_another_shape(args: list[Any], options: dict[str, Any]) -> None:
-    args[9][1] = args[9][1][:, :-1]
+    args[15][1] = args[15][1][:, :-1]
 
 
 def an_expert_of_another_shape(args: list[Any], options: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ def an_expert_of_another_dtype(args: list[Any], options: dict[str, Any]) -> None
 
 
 def scales_missing(args: list[Any], options: dict[str, Any]) -> None:
-    args[9].pop()
+    args[15].pop()
 
 
 def one_encoding_less(args: list[Any], options: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.ops.meaning.coded_weights import Codes
 from moefuse.ops.meaning.encoding import Encoding, Packing, Rounding
 from tests.cpu.coded_case import ENCODINGS as EVERY, Held, coded, hold
@@ -100,11 +101,11 @@ def test_experts_of_unequal_strides(which: str) -> None:
     case = SMALL.with_(hidden=32, inter=32, hidden_out=32, separate=True)
     args, dense, options = coded(case, ENCODINGS["fp8 blocks"], None, ENCODINGS["nibbles, zeros"])
     for at in (0, case.experts) if which == "scales" else ():
-        args[9][at] = args[9][at].t().contiguous().t()
+        args[15][at] = args[15][at].t().contiguous().t()
     for w in (args[3], args[5]) if which == "storage" else ():
         w[1] = w[1].view(torch.uint8).t().contiguous().t().view(w[1].dtype)
     with interpreted(provide(), OPS):
-        out = torch.ops.moefuse.experts_coded(*args, **options)
+        out = torch.ops.moefuse.experts_extended(*args, **options)
     assert_as_exact(out, reference(dense, **case.options), reference(to(dense, torch.float64), **case.options))
 
 
@@ -114,7 +115,7 @@ def test_inference(tokens: int) -> None:
     case = SMALL.with_(tokens=tokens, hidden=32, inter=32, hidden_out=32)
     args, dense, options = coded(case, ENCODINGS["nibbles"], None, ENCODINGS["int8 channels"])
     with interpreted(provide(), OPS) as ran:
-        out = torch.ops.moefuse.experts_coded(*args, **options)
+        out = torch.ops.moefuse.experts_extended(*args, **options)
     assert ran == ["experts_extended"]
     assert_as_exact(out, reference(dense, **case.options), reference(to(dense, torch.float64), **case.options))
 
@@ -187,19 +188,38 @@ def test_zeros_behind_the_scales_are_not_taken() -> None:
 
 def test_what_is_not_taken() -> None:
     """float64, which tensor cores do not have for these, is left to the portable code, with the reason."""
-    from moefuse.ops.extended import coded_call
-
     args, _, options = coded(SMALL.with_(dtype=torch.float64, inter=32), ENCODINGS["fp8 blocks"], None, ENCODINGS["fp8 blocks"])
-    assert provide().supports(coded_call(*args, **options)) == "no kernel for torch.float64"
+    assert provide().supports(ExpertsCall.of_extended(*args, **options)) == "no kernel for torch.float64"
+
+
+def test_low_rank_terms_are_not_taken() -> None:
+    """No kernel adds them to what is unpacked in registers: the portable code has them, and the lowering is told why."""
+    args, _, options = coded(SMALL.with_(inter=32), ENCODINGS["fp8 blocks"], None, ENCODINGS["fp8 blocks"])
+    args[9:11] = [torch.ones(5, 3, 32)], [torch.ones(5, 64, 3)]
+    call = ExpertsCall.of_extended(*args, **options, scales=[1.0] * 3)
+    assert provide().supports(call) == "no kernel adds low-rank terms to products with weights in few bits"
+
+
+@pytest.mark.parametrize("gating", ["merged", "separate"])
+@pytest.mark.parametrize("rounding", [None, Rounding("e4m3", 16)], ids=["rows as they are", "rounded rows"])
+def test_hidden_activations_once_more(rounding: Rounding | None, gating: str) -> None:
+    """What a layer that keeps none computes in backward: the same bits, rows that are nobody's zero, in poisoned memory."""
+    case = SMALL.with_(inter=32, gating=gating, weight_on_input=gating == "separate")
+    encoding = replace(ENCODINGS["fp8 blocks"], activation=rounding)
+    args, _, options = coded(case, encoding, encoding if gating == "separate" else None, encoding)
+    call = ExpertsCall.of_extended(*args, **options)
+    with interpreted(provide(), OPS):
+        _, h, order, offsets, u = provide().experts_extended_forward(call)
+        again = provide().experts_extended_hidden(call, order, offsets, u)
+    assert torch.equal(again[: int(offsets[-1])], h[: int(offsets[-1])])
+    assert not again[int(offsets[-1]) :].any()
 
 
 def test_small_groups_of_activations_are_not_taken() -> None:
     """Tensor cores take more inputs at once than share a scale."""
-    from moefuse.ops.extended import coded_call
-
     encoding = replace(ENCODINGS["fp8 blocks"], activation=Rounding("e4m3", 8))
     args, _, options = coded(SMALL.with_(inter=32), encoding, None, encoding)
-    reason = provide().supports(coded_call(*args, **options))
+    reason = provide().supports(ExpertsCall.of_extended(*args, **options))
     assert reason is not None
     assert reason.startswith("the program rounds activations e4m3 per token and 8 inputs")
 
@@ -217,6 +237,6 @@ def run(args: list[Any], options: dict[str, Any]) -> tuple[Tensor, tuple[Tensor,
         *(t.clone().requires_grad_() for b in args[6:9] for t in b),
     ]
     source = iter(inputs[2:])
-    own = [inputs[0], args[1], inputs[1], *args[3:6], *([next(source) for _ in b] for b in args[6:9]), args[9]]
-    out = torch.ops.moefuse.experts_coded(*own, **options)
+    own = [inputs[0], args[1], inputs[1], *args[3:6], *([next(source) for _ in b] for b in args[6:9]), *args[9:]]
+    out = torch.ops.moefuse.experts_extended(*own, **options)
     return out.detach(), torch.autograd.grad(out.square().sum(), inputs)

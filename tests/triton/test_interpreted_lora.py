@@ -1,4 +1,4 @@
-"""``experts_lora`` by the Triton kernels, at tiny sizes in Triton's interpreter, against weights that have the terms added, in float64."""
+"""Low-rank terms by the Triton kernels, at tiny sizes in Triton's interpreter, against weights that have the terms added, in float64."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ def test_through_descriptors(flags: dict[str, Any], monkeypatch: pytest.MonkeyPa
 
 def test_saved_for_backward() -> None:
     """u is rows times s * A, of all terms side by side, zeros for slots of nobody."""
-    from moefuse.ops.extended import lora_call
+    from moefuse.ops.meaning.call import ExpertsCall
 
     args = [a.detach() if isinstance(a, Tensor) else [t.detach() for t in a] for a in arguments("merged", torch.float64, torch.float64)]
-    packed = lora_call(*args, scales=SCALES).pack_extended()
+    packed = ExpertsCall.of_extended(*args, scales=SCALES).pack_extended()
     _, h, order, offsets, u = torch.ops.moefuse.experts_extended_forward(*packed)
     assert (h.shape, u.shape) == ((T * K, 2 * INNER), (T * K, 6))
     assert not u[int(offsets[-1]) :].any()
@@ -145,10 +145,10 @@ def test_saved_for_backward() -> None:
 def test_hidden_activations_once_more(gating: str, on_input: bool) -> None:
     """What a layer that keeps none computes in backward, from u as it was kept: the same bits, rows that are nobody's zero."""
     from moefuse.kernels.triton.provide import lora
-    from moefuse.ops.extended import lora_call
+    from moefuse.ops.meaning.call import ExpertsCall
 
     args = moved(arguments(gating, torch.float32, torch.float32))
-    call = lora_call(*args, scales=SCALES, gating=gating, weight_on_input=on_input)
+    call = ExpertsCall.of_extended(*args, scales=SCALES, gating=gating, weight_on_input=on_input)
     _, h, order, offsets, u = lora.experts_forward(call)
     again = lora.experts_hidden(call, order, offsets, u)
     assert torch.equal(again, h)

@@ -1,4 +1,4 @@
-"""``experts_lora`` for few slots by matrix-vector kernels, in the interpreter, against weights with the terms added, in float64."""
+"""Low-rank terms for few slots by matrix-vector kernels, in the interpreter, against weights with the terms added, in float64."""
 
 from __future__ import annotations
 
@@ -108,5 +108,5 @@ def test_the_same_as_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         few = ours(args, gating="interleaved")
         monkeypatch.setattr(lora_vectors, "blocks_of", lambda call: None)
-        many = torch.ops.moefuse.experts_lora(*args, scales=SCALES, gating="interleaved")
+        many = torch.ops.moefuse.experts_extended(*args, scales=SCALES, gating="interleaved")
     torch.testing.assert_close(few, many, rtol=1e-5, atol=1e-5)

@@ -87,7 +87,7 @@ def test_gradient_of_routing_weights(name: str, bias: bool) -> None:
     for separate in (False, True) if bias else (False,):
         args, _, options = coded(SMALL.with_(bias=bias, separate=separate), encoding, None, encoding)
         with interpreted(provide(), OPS) as ran:
-            found, wanted = of_scaling(lambda args, options: torch.ops.moefuse.experts_coded(*args, **options), args, options)
+            found, wanted = of_scaling(lambda args, options: torch.ops.moefuse.experts_extended(*args, **options), args, options)
         assert set(ran) == {*OPS[1:]}
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
@@ -99,8 +99,8 @@ def test_inference(tokens: int) -> None:
     encoding = encoding_of(ROUNDINGS["e4m3 groups"])
     args, _, options = coded(SMALL.with_(tokens=tokens), encoding, None, encoding)
     with interpreted(provide(), OPS) as ran:
-        out = torch.ops.moefuse.experts_coded(*args, **options)
+        out = torch.ops.moefuse.experts_extended(*args, **options)
     assert ran == ["experts_extended"]
-    theirs = torch.ops.moefuse.experts_coded(*args, **options)
+    theirs = torch.ops.moefuse.experts_extended(*args, **options)
     assert out.shape == theirs.shape
     assert not tokens or float((out - theirs).abs().max()) <= 0.02 * float(theirs.abs().max())

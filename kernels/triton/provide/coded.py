@@ -67,6 +67,11 @@ def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     return _forward(_as_bytes(call))  # type: ignore[no-any-return]
 
 
+def experts_hidden(call: ExpertsCall, order: Tensor, offsets: Tensor, u: Tensor) -> Tensor:
+    """h of :func:`experts_forward`, once more, for the slots in the order that it sorted them into."""
+    return _hidden(_as_bytes(call), order, offsets)  # type: ignore[no-any-return]
+
+
 def experts_backward(call: GradCall) -> list[Tensor]:
     """The gradients that ``call.need`` asks for, flattened."""
     return _backward(_as_bytes(call))  # type: ignore[no-any-return]
@@ -111,6 +116,12 @@ class _Products:
                 coded.product(out, x, held, self.own.tiled, bias=found, back=back, add=add, **how)
         return out
 
+    def hidden(self, call: ExpertsCall, h: Tensor) -> None:
+        """h [S, width] = the first projection, or both of them side by side; rows that are nobody's are not written."""
+        scale, features = call.weights if call.body.on_input else None, self.sizes(0)[0]
+        for which, target in enumerate((h[:, :features], h[:, features:]) if call.body.split else (h,)):
+            self.linear(which, call.x, target, tokens=True, scale=scale)
+
     def rounds(self, which: int) -> bool:
         """Whether a projection rounds its rows."""
         return self.stacks[which].rounding is not None
@@ -146,6 +157,17 @@ def _forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     return *_layer(call), torch.empty((call.ids.numel(), 0), dtype=accumulation_dtype(call.dtype), device=call.device)
 
 
+@recorded
+def _hidden(call: ExpertsCall, order: Tensor, offsets: Tensor) -> Tensor:
+    slots = order.shape[0]
+    it = Sorted(order, offsets, slots, call.w_in.experts, call.top_k)
+    h = torch.empty((slots, call.width), dtype=call.dtype, device=call.device)
+    if slots:
+        _Products(it, call.dtype, call.stacks).hidden(call, h)
+        sorted_rows.clear_dead(h, it)
+    return h
+
+
 def _layer(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, body, slots, experts = call.x, call.body, call.ids.numel(), call.w_in.experts
     order, offsets = sorted_rows.sort(call.ids, experts)
@@ -156,9 +178,7 @@ def _layer(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     h = torch.empty((slots, width), dtype=x.dtype, device=x.device)
     if not slots:
         return out.zero_(), h, order, offsets
-    scale, features = call.weights if body.on_input else None, by.sizes(0)[0]
-    for which, target in enumerate((h[:, :features], h[:, features:]) if body.split else (h,)):
-        by.linear(which, x, target, tokens=True, scale=scale)
+    by.hidden(call, h)
     a = torch.empty((slots, inter), dtype=x.dtype, device=x.device)
     if inter:
         sorted_rows.clear_dead(h, it)

@@ -1,6 +1,6 @@
 """Many rows of 16 bits times weights in few bits: products with specialised warps that unpack weights (``hopper/packed.py``).
 
-``moefuse::experts_coded`` in inference is two of them; in training, and of grouped products, they make what is multiplied forward.
+Experts in inference are two of them; in training, and of grouped products, they make what is multiplied forward.
 """
 
 from __future__ import annotations

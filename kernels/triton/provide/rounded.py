@@ -1,4 +1,4 @@
-"""``moefuse::experts_coded`` with rows that are rounded, for many rows of each expert: two products with specialised warps."""
+"""Experts in few bits with rows that are rounded, for many rows of each expert: two products with specialised warps."""
 
 from __future__ import annotations
 

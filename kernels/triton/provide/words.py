@@ -1,4 +1,4 @@
-"""``moefuse::experts_coded`` for few rows of each expert: weights go to the tensor cores as words, nothing is kept for backward."""
+"""Experts in few bits for few rows of each expert: weights go to the tensor cores as words, nothing is kept for backward."""
 
 from __future__ import annotations
 

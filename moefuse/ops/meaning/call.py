@@ -185,7 +185,13 @@ def factors_of(of: Stacks) -> tuple[Lists, ...]:
 
 
 def with_terms(of: Stacks, factors: Sequence[Lists], scales: Sequence[float]) -> Stacks:
-    """The projections with low-rank terms, given the lists of :func:`factors_of` and the scale of each."""
+    """The projections with low-rank terms, given the lists of :func:`factors_of` and the scale of each.
+
+    Raises:
+        ValueError: there are more or fewer scales.
+    """
+    if len(scales) != len(of):
+        raise ValueError(f"moefuse::experts_extended: argument `scales` has {len(scales)} numbers; legal: three, for w_in, w_up and w_out")
     made = zip(of, factors[::2], factors[1::2], scales, strict=True)
     w_in, w_up, w_out = (stack._replace(term=Term(a, b, scale) if a or b else None) for stack, a, b, scale in made)
     return w_in, w_up, w_out
@@ -201,8 +207,8 @@ def with_codes(of: Stacks, codes: Lists, encodings: Sequence[str]) -> Stacks:
 def extended(lists: Sequence[Lists], scales: Sequence[float], encodings: Sequence[str]) -> Stacks:
     """The projections with terms and codes: the lists of :func:`stacks` and :func:`factors_of`, then all that belongs to storage."""
     of = stacks(lists[:6])
-    of = with_terms(of, lists[6:12], scales) if scales else of
-    return with_codes(of, lists[12], encodings) if encodings else of
+    of = with_terms(of, lists[6:12], scales) if scales or any(lists[6:12]) else of
+    return with_codes(of, lists[12], encodings) if encodings or lists[12] else of
 
 
 def columns(of: Stacks) -> list[slice]:
@@ -254,6 +260,12 @@ class ExpertsCall(NamedTuple):
     def pack(self) -> tuple[list[Tensor], list[int], int, float, float, torch.dtype]:
         """Arguments of ``experts_infer`` and ``experts_forward``."""
         return (*self.joined, *self.body.encode(), self.out_dtype)
+
+    @staticmethod
+    def of_extended(*data: Any, scales: Sequence[float] = (), encodings: Sequence[str] | None = None, **options: Any) -> ExpertsCall:
+        """From the arguments of ``moefuse::experts_extended``, in the order of its schema."""
+        call = ExpertsCall.of(*data[:9], **options)
+        return call.with_stacks(extended(data[3:], scales, encodings or ()))
 
     @staticmethod
     def unpack_extended(tensors: Lists, counts: Sequence[int], scales: Sequence[float], encodings: Sequence[str], *how: Any) -> ExpertsCall:

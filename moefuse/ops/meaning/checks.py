@@ -419,7 +419,7 @@ def check_codes(
     zero: Sequence[Tensor],
     x: Tensor,
     *,
-    op: str = "experts_coded",
+    op: str = "experts_extended",
 ) -> None:
     """Arguments of an op that belong to one projection.
 

@@ -63,7 +63,7 @@ def codes_by(storages: Sequence[Lists], codes: Lists, encodings: Sequence[str]) 
 
 
 def _wrong(argument: str, given: str, legal: str) -> NoReturn:
-    raise ValueError(f"moefuse::experts_coded: argument `{argument}` {given}; legal: {legal}")
+    raise ValueError(f"moefuse::experts_extended: argument `{argument}` {given}; legal: {legal}")
 
 
 def codes_of(w: Lists, codes: Lists, encoding: str) -> Codes:

@@ -58,8 +58,8 @@ def on_experts(
     return body.summed(routing, hidden, lambda h: _projected(node, h, w_in[0], b_in), lambda a: _projected(node, a, w_out[0], b_out))
 
 
-@rule("moefuse::experts_coded", shown=("out_dtype",))
-def on_experts_coded(
+@rule("moefuse::experts_extended", shown=("out_dtype",))
+def on_experts_extended(
     ctx: Context,
     node: Node,
     x: Node,
@@ -71,13 +71,21 @@ def on_experts_coded(
     b_in: Sequence[Node],
     b_up: Sequence[Node],
     b_out: Sequence[Node],
+    a_in: Sequence[Node],
+    l_in: Sequence[Node],
+    a_up: Sequence[Node],
+    l_up: Sequence[Node],
+    a_out: Sequence[Node],
+    l_out: Sequence[Node],
     codes: Sequence[Node],
     *,
-    encodings: Sequence[str],
+    encodings: Sequence[str] | None = None,
     activation: str = "silu",
     gating: str = "merged",
 ) -> Combined | None:
     """As ``moefuse::experts``, of stacks that are both in few bits and have scales alone, without biases."""
+    if encodings is None or any((a_in, l_in, a_up, l_up, a_out, l_out)):
+        return None
     routing, first, last = _routing(ctx, ids), *(parse(text) if text else None for text in (encodings[0], encodings[2]))
     one = len(w_in) == len(w_out) == 1 and not (w_up or b_in or b_up or b_out) and len(codes) == len((w_in, w_out))
     if routing is None or not one or first is None or last is None or activation not in _ONE or gating not in ("merged", "plain"):
