@@ -168,7 +168,7 @@ def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, 
 
 def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run, functions: Functions) -> bool:
     merge(gm.graph)
-    totals = under_masks(gm.graph)
+    totals = under_masks(gm.graph, run.assumptions)
     ctx, taken = standing(gm.graph, _given(gm.graph, run.assumptions, run.options.quantised != "off"), interpreted)
     ctx.scratch(Functions).found = functions.found
     before = effects(ctx)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from moefuse.passes.graph.assumptions import Assumption
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.op_classes import COPIES, KEEPS, RESHAPES
@@ -43,8 +44,13 @@ class Totals:
         self.found = []
 
 
-def under_masks(graph: Graph) -> Totals:
-    """Put sums under masks in place of sums of what masks pick; the nodes that were there stay, without users."""
+def under_masks(graph: Graph, assumptions: Sequence[Assumption] = ()) -> Totals:
+    """Put sums under masks in place of sums of what masks pick; the nodes that were there stay, without users.
+
+    Args:
+        graph: a graph as Dynamo has written it.
+        assumptions: what capture assumed; a sum is recorded under those of what it stands for.
+    """
     totals = Totals()
     ends = [(node, found) for node in graph.nodes if (found := _gathered(node)) is not None]
     if not ends:
@@ -59,6 +65,8 @@ def under_masks(graph: Graph) -> Totals:
         node.replace_all_uses_with(new, lambda user, own=tuple(emit.nodes): user not in own)
         for made in (*emit.nodes, *_alone(node, found)):
             made.meta[STATISTIC] = True
+        for scope in (a.nodes for a in assumptions if node in a.nodes):
+            scope.update(emit.nodes)
         totals.found.append((node, new, emit.nodes))
     return totals
 
@@ -159,23 +167,17 @@ def _mask_of(places: Sequence[Any]) -> Node | None:
 def _total(emit: Emitter, node: Node, found: _Gathered) -> Node:
     """The sum, or the mean, in the dtype that it has."""
     wanted, call, value = fake(node).dtype, call_of(node), found.source
+    if fake(value).requires_grad and not fake(node).requires_grad:  # it was detached on the way, or computed without gradients
+        value = emit(torch.detach, value)
     for dim in sorted(found.at, reverse=True):
         value = emit(torch.select, value, dim, found.at[dim])
-    for step in reversed(found.chain):
-        value = _again(emit, step, value)
+    for step in reversed(found.chain):  # a view of what was gathered is none of all values
+        value = value if fake(step).dtype == fake(value).dtype else emit(torch.Tensor.to, value, fake(step).dtype)
     wide = torch.promote_types(torch.float32, torch.promote_types(fake(value).dtype, wanted))
     total = emit(torch.sum, emit(torch.where, found.mask, value, 0.0), dtype=wide)
     if call is not None and call.name == "mean":
         total = emit(operator.truediv, total, emit(torch.count_nonzero, found.mask))
     return total if fake(total).dtype == wanted else emit(torch.Tensor.to, total, wanted)
-
-
-def _again(emit: Emitter, step: Node, value: Node) -> Node:
-    """A cast or a detachment of all values; a view of those that were gathered is none of theirs."""
-    name = call_of(step).name  # type: ignore[union-attr]
-    if name == "detach" or (fake(value).requires_grad and not fake(step).requires_grad):
-        value = emit(torch.detach, value)
-    return value if fake(step).dtype == fake(value).dtype else emit(torch.Tensor.to, value, fake(step).dtype)
 
 
 __all__ = ["Totals", "under_masks"]

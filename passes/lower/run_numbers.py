@@ -40,12 +40,15 @@ class Made:
 
 
 def as_tensors(ctx: Context) -> bool:
-    """Give tensors to those readers of such numbers that take them as well; whether there was any. Once the experts are fused."""
+    """Give tensors to those readers of such numbers that take them as well; whether there was any, or one that nothing needs.
+
+    Once the experts are fused.
+    """
     needed = live(ctx) if any(_number(n) is not None for n in ctx.graph.nodes) else set()
     found = False
     for node in list(ctx.graph.nodes):
-        if node in needed and any(_number(i) is not None for i in node.all_input_nodes):
-            found |= _converted(ctx, node, ctx.calls.get(node))
+        if any(_number(i) is not None for i in node.all_input_nodes):
+            found |= node not in needed or _converted(ctx, node, ctx.calls.get(node))
     return found
 
 

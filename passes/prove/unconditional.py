@@ -16,13 +16,14 @@ from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import Call, fake, tensor
 from moefuse.passes.graph.op_classes import MODES
 from moefuse.passes.graph.sizes import shape_of
+from moefuse.passes.graph.values import tensors_in
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.facts import Hit, RowNumber
+from moefuse.passes.ir.facts import Hit, Mask, RowNumber, Table
 from moefuse.passes.lower.run_numbers import worth
-from moefuse.passes.match.liveness import live
+from moefuse.passes.match.liveness import live, pure
 from moefuse.passes.prove.concerns import Chosen, of_size
 from moefuse.passes.prove.discharge import Claim, Unchanged
-from moefuse.passes.rules.routing.nonempty import hit_of
+from moefuse.passes.rules.routing.nonempty import all_dims, any_of, hit_of
 
 
 def unconditional(ctx: Context, claims: Sequence[Claim]) -> set[Node]:
@@ -62,11 +63,13 @@ def _guarded(ctx: Context, claim: Claim, node: Node, call: Call, sizes: dict[Any
         return False
     if ctx.storage[target] in claim.assumption.nodes:
         return call.name in ("add", "sub", "mul", "div") and _inside(ctx, claim, ctx.storage[target])
-    if any((v := tensor(i)) is not None and v.requires_grad for i in node.all_input_nodes):
+    if call.name == "setitem" and len(node.args) == 3 and _itself(ctx, node):
+        return True
+    if not _under_its_mask(ctx, claim, node.args[-1]):
         return False
     if call.name in ("add", "sub") and len(node.args) == 2 and not node.kwargs and node.args[0] is target:
         return _adds_nothing(ctx, claim, node.args[1], sizes) or _masked(ctx, claim, node)
-    return call.name == "setitem" and len(node.args) == 3 and (_itself(ctx, node) or _selected(ctx, claim, node))
+    return call.name == "setitem" and len(node.args) == 3 and _selected(ctx, claim, node)
 
 
 def _bound_again(claim: Claim, node: Node, call: Call) -> bool:
@@ -79,7 +82,7 @@ def _same_again(ctx: Context, claim: Claim, node: Node, sizes: dict[Any, Chosen]
     """Whether such a sum is the tensor that it adds to where no slot chose the claim's expert."""
     before, value = node.args
     old, new = tensor(before), tensor(node)
-    if old is None or new is None or new.requires_grad or old.dtype != new.dtype or shape_of(old) != shape_of(new):
+    if old is None or new is None or old.dtype != new.dtype or shape_of(old) != shape_of(new) or not _under_its_mask(ctx, claim, value):
         return False
     names = [name for n in (node, before) for name in ctx.memory.storages(n)]  # type: ignore[arg-type]
     if any(name in ctx.writes or ctx.memory.outlives(name) for name in names):
@@ -115,6 +118,32 @@ def _adds_nothing(ctx: Context, claim: Claim, value: Any, sizes: dict[Any, Chose
     fact = hit_of(ctx.facts.get(value))
     counts = isinstance(fact, Hit) and not fact.negated and fact.expert is not None
     return counts and _covers(claim, (fact.routing, fact.expert, fact.slot))
+
+
+def _under_its_mask(ctx: Context, claim: Claim, value: Any) -> bool:
+    """Whether all that a value has gradients of is under the mask of the claim's expert, so that they are zero where no slot chose it."""
+    stack: list[Any] = [value]
+    seen: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, Node) or node in seen or not any(t.requires_grad for t in tensors_in(fake(node))):
+            continue
+        seen.add(node)
+        call = ctx.calls.get(node)
+        if call is None or not pure(ctx, node):
+            return False
+        under = call.name == "where" and len(call.args) == 3 and _is_its_mask(ctx, claim, call.args[0])
+        stack.extend(call.args[2:] if under else node.all_input_nodes)
+    return True
+
+
+def _is_its_mask(ctx: Context, claim: Claim, mask: Any) -> bool:
+    """Whether a mask is true for nothing but slots of the claim's expert."""
+    fact = ctx.facts.get(mask)
+    hit = any_of(fact, all_dims(fact, None)) if isinstance(fact, Mask | Table) else None
+    if hit is None or hit.expert is None or ctx.storage[mask] in ctx.writes:
+        return False
+    return _covers(claim, (hit.routing, hit.expert, hit.slot))
 
 
 def _covers(claim: Claim, chosen: Chosen | None) -> bool:

@@ -90,6 +90,17 @@ class AddsToTheWhole(Counted):
 
 
 @positive
+class CountsForNobody(Counted):
+    """Nobody reads the counters."""
+
+    skips = False
+
+    def count(self, counts: Tensor, e: int, token: Tensor, hit: Tensor) -> None:
+        counts = counts.clone()
+        counts[e] = token.numel()
+
+
+@positive
 class KeepsStatistics(Counted):
     """A buffer of the module counts on."""
 
@@ -156,6 +167,90 @@ class BoundToProducts(BoundAgain):
 
     def more(self, total: Tensor, hit: Tensor, token: Tensor) -> Tensor:
         return total * 2 + 1
+
+
+class Weighed(Layer):
+    """Adds up routing weights where an expert has tokens, with their gradients; subclasses say what of them."""
+
+    def more(self, total: Tensor, e: int, weights: Tensor, ids: Tensor, token: Tensor, slot: Tensor) -> Tensor:
+        total[e] += weights[token, slot].sum()
+        return total
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out, total = torch.zeros_like(x), torch.zeros(E)
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            total = self.more(total, e, weights, ids, token, slot)
+            out.index_add_(0, token, self.expert(e, x[token]) * weights[token, slot, None])
+        return out + 0.01 * total.repeat(H // E)
+
+
+@positive
+class WeighsByMeans(Weighed):
+    """The mean of no weights is no number, in a sum and in its gradients: without tokens it is not added."""
+
+    def more(self, total: Tensor, e: int, weights: Tensor, ids: Tensor, token: Tensor, slot: Tensor) -> Tensor:
+        total[e] += weights[token, slot].mean() ** 2
+        total[e] += weights[ids == e].sum() / len(token)
+        total[e] += torch.where(ids == e, weights, 0.0).sum() / len(token)
+        return total
+
+
+@positive
+class WeighsAnew(Weighed):
+    """What was there stays without tokens, and so do its gradients."""
+
+    def more(self, total: Tensor, e: int, weights: Tensor, ids: Tensor, token: Tensor, slot: Tensor) -> Tensor:
+        total[0] += weights[token, slot].sum()
+        total[e] = weights[token, slot].sum()
+        return total
+
+
+@positive
+class WeighsInSums(Weighed):
+    """A new tensor for each expert."""
+
+    def more(self, total: Tensor, e: int, weights: Tensor, ids: Tensor, token: Tensor, slot: Tensor) -> Tensor:
+        return total + weights[token, slot].mean()
+
+
+@positive
+class WeighsWithoutGradients(Weighed):
+    """The same numbers under ``no_grad``."""
+
+    def more(self, total: Tensor, e: int, weights: Tensor, ids: Tensor, token: Tensor, slot: Tensor) -> Tensor:
+        with torch.no_grad():
+            total[e] += weights[token, slot].sum()
+        return total
+
+
+@near_miss
+class WeighsOthers(Weighed):
+    """The weights of all tokens over a number that is zero without tokens: they would have gradients that are no numbers."""
+
+    def more(self, total: Tensor, e: int, weights: Tensor, ids: Tensor, token: Tensor, slot: Tensor) -> Tensor:
+        total[e] += weights.sum() / len(token)
+        return total
+
+
+@near_miss
+class WeighsTheNext(Weighed):
+    """Those of another expert, which has tokens where this one has none."""
+
+    def more(self, total: Tensor, e: int, weights: Tensor, ids: Tensor, token: Tensor, slot: Tensor) -> Tensor:
+        total[e] += torch.where(ids == (e + 1) % E, weights, 0.0).sum() / len(token)
+        return total
+
+
+@near_miss
+class WeighsInProducts(Weighed):
+    """A share of everyone's weights, which is no number without tokens: nor are their gradients then."""
+
+    def more(self, total: Tensor, e: int, weights: Tensor, ids: Tensor, token: Tensor, slot: Tensor) -> Tensor:
+        return total + weights[token, slot].mean() * weights.mean()
 
 
 @positive
