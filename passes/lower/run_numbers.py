@@ -42,13 +42,17 @@ class Made:
 def as_tensors(ctx: Context) -> bool:
     """Give tensors to those readers of such numbers that take them as well; whether there was any, or one that nothing needs.
 
-    Once the experts are fused.
+    Once the experts are fused. An offset that was raised in place is a tensor that nothing needs any longer, too.
     """
-    needed = live(ctx) if any(_number(n) is not None for n in ctx.graph.nodes) else set()
+    writes = {n for n in ctx.graph.nodes if (call := ctx.calls.get(n)) is not None and call.inplace}
+    readers = [n for n in ctx.graph.nodes if n in writes or any(unbacked_in(fake(i)) for i in n.all_input_nodes)]
+    needed = live(ctx) if readers else set()
     found = False
-    for node in list(ctx.graph.nodes):
-        if any(_number(i) is not None for i in node.all_input_nodes):
-            found |= node not in needed or _converted(ctx, node, ctx.calls.get(node))
+    for node in readers:
+        if node not in needed:
+            found = True
+        elif any(_number(i) is not None for i in node.all_input_nodes):
+            found |= _converted(ctx, node, ctx.calls.get(node))
     return found
 
 

@@ -302,11 +302,19 @@ def _spoiled(ctx: Context, region: Region) -> Lost | None:
     if not region.trained:
         return None
     results = {name for h in region.holders for name in ctx.memory.storages(h)}
-    for source in sorted({i for n in region.nodes for i in n.all_input_nodes}, key=ctx.position.__getitem__):
+    kept = {name for leaf in region.leaves for name in ctx.memory.storages(leaf)}
+    reads = {i for n in region.nodes for i in n.all_input_nodes if not _only_number(ctx, n) or not kept.isdisjoint(ctx.memory.storages(i))}
+    for source in sorted(reads, key=ctx.position.__getitem__):
         write = None if results & set(ctx.memory.storages(source)) else ctx.memory.written_behind(source, region.anchor)
         if write is not None:
             return ctx.lost("mutation", write, name=named(source))
     return None
+
+
+def _only_number(ctx: Context, node: Node) -> bool:
+    """Whether an operation reads its inputs for a number of slots, which no gradient needs."""
+    fact = ctx.facts.get(node)
+    return isinstance(fact, Span) or (isinstance(fact, Fill) and tensor(node) is None)
 
 
 def _feeds_itself(ctx: Context, region: Region) -> Lost | None:

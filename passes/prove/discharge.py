@@ -328,7 +328,8 @@ def _runs_when_traced(node: Node) -> bool:
 def _offset(ctx: Context, value: Any) -> Any:
     """The node of a number of slots, or the constant 0. Of several nodes for one number Dynamo keeps the first."""
     if not isinstance(value, Node) or value in ctx.position:
-        return value if value == 0 or isinstance(ctx.facts.get(value), Span) else None
+        fact = ctx.facts.get(value) if isinstance(value, Node) else None
+        return value if value == 0 or isinstance(fact, Span) or (isinstance(fact, Fill) and not fact.axes) else None
     number = fake(value)
     expr = number.node.expr if isinstance(number, torch.SymInt) else None
     same = (n for n, f in ctx.facts.items() if isinstance(f, Span) and isinstance(v := fake(n), torch.SymInt) and v.node.expr == expr)
@@ -358,8 +359,8 @@ def _same_without(ctx: Context, claim: Claim, old: Any, new: Any) -> bool:
     offset = _offset(ctx, new)
     if offset is None and _unread(ctx, new):
         return True
-    if offset is not None:
-        return new._erased and _same_offset(ctx, claim, _offset(ctx, old), offset)
+    if offset is not None and new._erased and not _writes_to(ctx, new, old):
+        return _same_offset(ctx, claim, _offset(ctx, old), offset)
     if old not in ctx.position or new not in ctx.position:
         return False
     if _writes_to(ctx, new, old) or ctx.scratch(Unchanged).of.get(new) is old:

@@ -12,7 +12,7 @@ from torch.fx import Node
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize
 from moefuse.passes.ir.axes import Atom
-from moefuse.passes.ir.facts import Counts, Hit, Many, Mask, Present, Span, Table
+from moefuse.passes.ir.facts import Counts, Fill, Hit, Many, Mask, Present, Span, Table
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.ids import all_of_them, is_integer, out_length, role_axes
 
@@ -79,9 +79,9 @@ def on_unique(ctx: Context, node: Node, ids: Node, *, return_counts: bool = Fals
 
 
 @rule("item")
-def on_item(ctx: Context, node: Node, x: Node) -> Hit | Span | None:
+def on_item(ctx: Context, node: Node, x: Node) -> Hit | Span | Fill | None:
     fact = ctx.fact(x)
-    if isinstance(fact, Span):
+    if isinstance(fact, Span) or (isinstance(fact, Fill) and not fact.axes and is_integer(x)):
         return fact
     return fact if isinstance(fact, Hit) and fact.expert is not None else None
 

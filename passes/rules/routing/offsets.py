@@ -32,7 +32,7 @@ def picked(fact: Counts, at: int, size: Any) -> Hit | Span | None:
 def total(ctx: Context, *terms: Any) -> Span | None:
     """The sum of numbers of slots whose experts follow each other."""
     spans = sorted((f for f in map(ctx.fact, terms) if isinstance(f, Span)), key=lambda s: (s.start, s.stop))
-    if not spans or any(not isinstance(ctx.fact(t), Span) and not _zero(t) for t in terms):
+    if not spans or any(not isinstance(ctx.fact(t), Span) and not _zero(ctx, t) for t in terms):
         return None
     first = spans[0]
     for before, after in itertools.pairwise(spans):
@@ -44,7 +44,7 @@ def total(ctx: Context, *terms: Any) -> Span | None:
 def difference(ctx: Context, a: Any, b: Any) -> Span | Counts | None:
     """``ends[e] - counts[e]``, ``end - start``; of whole tensors, where each expert's slots begin."""
     x, y = ctx.fact(a), ctx.fact(b)
-    if isinstance(x, Span) and _zero(b):
+    if isinstance(x, Span) and _zero(ctx, b):
         return x
     if isinstance(x, Counts) and isinstance(y, Counts) and x.routing is y.routing:
         return Counts(x.axes, x.routing, True, first=0) if x.ends and x.first == 1 and not y.ends and x.axes == y.axes else None
@@ -77,13 +77,18 @@ _TURNED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge"}
 
 def bound(ctx: Context, value: Any) -> tuple[Any, int] | None:
     """(routing, number of experts before it) of an offset into the sorted slots; no routing for 0."""
-    if value is None or _zero(value):
+    if value is None or _zero(ctx, value):
         return None, 0
     fact = ctx.fact(value)
     return (fact.routing, fact.stop) if isinstance(fact, Span) and fact.start == 0 else None
 
 
-def _zero(value: Any) -> bool:
+def _zero(ctx: Context, value: Any) -> bool:
+    """Whether a number is zero, or a tensor of integers without dimensions."""
+    fact = ctx.fact(value) if isinstance(value, Node) else None
+    if isinstance(fact, Fill):
+        held = tensor(value)
+        return not fact.axes and fact.value == 0.0 and (held is None or held.dtype in (torch.int32, torch.int64))
     return isinstance(value, int) and not isinstance(value, bool | RowNumber) and value == 0
 
 
@@ -121,9 +126,12 @@ def listed(ctx: Context, items: Any) -> Counts | None:
 
 
 @rule("tensor", "new_tensor", "as_tensor", shown=("dtype", "device", "requires_grad", "pin_memory"))
-def on_tensor(ctx: Context, node: Node, *given: Any, data: Any = None) -> Counts | None:
-    """``torch.tensor([n0, n1, ..])`` of numbers of slots."""
-    found = listed(ctx, data if data is not None else given[-1] if given else None)
+def on_tensor(ctx: Context, node: Node, *given: Any, data: Any = None) -> Counts | Fill | None:
+    """``torch.tensor([n0, n1, ..])`` of numbers of slots; ``torch.tensor(0)``."""
+    value = data if data is not None else given[-1] if given else None
+    if type(value) is int:
+        return Fill((), float(value))
+    found = listed(ctx, value)
     return found if found is not None and exact(node, found.routing) else None
 
 

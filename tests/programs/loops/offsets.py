@@ -137,3 +137,85 @@ class TableOfTheOthers(Tables):
 
     def rows(self, hot: Tensor) -> Tensor:
         return hot < 1
+
+
+class Bounds(Layer):
+    """The bounds of sorted slots are tensors without dimensions, the first one of zero; subclasses say how the next one comes about."""
+
+    def start(self) -> Tensor:
+        return torch.zeros((), dtype=torch.long)
+
+    def skips(self, count: Tensor) -> Tensor | bool:
+        return False
+
+    def ends(self, begin: Tensor, count: Tensor) -> Tensor:
+        return begin + count
+
+    def raised(self, begin: Tensor, end: Tensor, counts: Tensor, e: int) -> Tensor:
+        begin += counts[e]
+        return begin
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        order = ids.reshape(-1).argsort(stable=True)
+        token, weight, counts = order // K, weights.reshape(-1)[order], torch.bincount(ids.reshape(-1), minlength=E)
+        rows, out, begin = x[token], torch.zeros_like(x), self.start()
+        for e in range(E):
+            if self.skips(counts[e]):
+                continue
+            end = self.ends(begin, counts[e])
+            part = self.expert(e, rows[begin:end]) * weight[begin:end].unsqueeze(-1)
+            out.index_add_(0, token[begin:end], part)
+            begin = self.raised(begin, end, counts, e)
+        return out
+
+
+@positive
+class BoundRaisedInPlace(Bounds):
+    """The last one is raised behind the last expert, where nobody reads it."""
+
+
+@positive
+class BoundOfAConstant(Bounds):
+    """The tensor is made of a number, and the next bound is the end."""
+
+    def start(self) -> Tensor:
+        return torch.tensor(0)
+
+    def raised(self, begin: Tensor, end: Tensor, counts: Tensor, e: int) -> Tensor:
+        return end
+
+
+@positive
+class BoundRaisedWhereTokensAre(Bounds):
+    """Without tokens it stays, and would have been raised by zero."""
+
+    def skips(self, count: Tensor) -> Tensor | bool:
+        return count == 0
+
+
+@near_miss
+class BoundFromOne(Bounds):
+    """The first slot is nobody's."""
+
+    def start(self) -> Tensor:
+        return torch.ones((), dtype=torch.long)
+
+
+@near_miss
+class BoundRaisedByTheNext(Bounds):
+    """By another expert's count."""
+
+    def raised(self, begin: Tensor, end: Tensor, counts: Tensor, e: int) -> Tensor:
+        begin += counts[(e + 1) % E]
+        return begin
+
+
+@near_miss
+class BoundRaisedBefore(Bounds):
+    """In place in front of the rows that it begins."""
+
+    def ends(self, begin: Tensor, count: Tensor) -> Tensor:
+        end = begin + count
+        begin += count // 2
+        return end
