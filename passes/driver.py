@@ -184,7 +184,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run, functions: F
     counted = bool(fused) and as_tensors(ctx)
     if run.assumptions:
         _discharge(ctx, run, claims, fused)
-    elif counted or totals.found or (fused and run.breaks):
+    elif counted or totals.found:
         dce.erase(ctx, set())
     run.result.notes += quietly(_notes, ctx, fused, run.assumptions, otherwise=list)
     run.result.notes += one_kernel(gm.graph, run.options) if fused else []
