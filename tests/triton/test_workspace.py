@@ -30,10 +30,10 @@ def test_no_more_than_the_compiled_program(shape: str, monkeypatch: pytest.Monke
     from gpu_table import problem_of
 
     from moefuse.kernels.triton import config
-    from moefuse.kernels.triton.host import layout, plan
+    from moefuse.kernels.triton.host import layout, planned
     from tests.triton.test_compiled import make_plan
 
-    monkeypatch.setattr(plan, "device_of", lambda device: layout.Device(*HOPPER))
+    monkeypatch.setattr(planned, "device_of", lambda device: layout.Device(*HOPPER))
     program = {tokens: mib for (name, tokens), mib in measured().items() if name == shape}
     assert program.keys() == {1, 8, 64, 512, 4096, 16384}
     for tokens, mib in program.items():
