@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from moefuse.passes.graph.symbols import example_of
+
 _ROUNDS = frozenset(("round", "round_"))
 
 
@@ -52,8 +54,7 @@ def rounded(gm: torch.fx.GraphModule) -> list[Rounded]:
 
 def _own(node: torch.fx.Node) -> torch.Tensor | None:
     """The model's own tensor that a graph is given."""
-    given = node.meta.get("grapharg")
-    example = None if given is None else given.example
+    example = example_of(node)
     own = isinstance(example, torch.nn.Parameter) or any(part in str(node.target) for part in ("_buffers_", "_parameters_"))
     return example if isinstance(example, torch.Tensor) and own else None
 

@@ -1,4 +1,4 @@
-"""What is asked :func:`quietly` of modules of which all that somebody reads comes: ``doors.history`` and not ``report.history``."""
+"""Modules that only explain, as whoever compiles asks them: ``doors.history`` answers quietly, ``report.history`` may raise."""
 
 from __future__ import annotations
 

@@ -168,11 +168,12 @@ class SortedRows:
         """out += s * (rows @ A.T) @ B.T."""
         of, first = self.call.stacks, chunk[0][1]
         a, b, scale = of[which].term or Term()
+        kept = None if self.u is None else self.u[:, columns(of)[which]]
         for e, start, end in chunk:
             part = slice(start - first, end - first)
             made = (rows[part].to(self.wide) @ expert_weight(a, e).to(self.wide).t()).mul_(scale)
-            if self.u is not None:
-                self.u[start:end, columns(of)[which]] = made
+            if kept is not None:
+                kept[start:end] = made
             factor = expert_weight(b, e).to(self.wide).t()
             if out.dtype == self.wide:
                 out[part].addmm_(made, factor)

@@ -20,6 +20,7 @@ from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.op_classes import COPIES, KEEPS, RESHAPES
 from moefuse.passes.graph.sizes import same_shape, shape_of
 from moefuse.passes.graph.storage import Memory
+from moefuse.passes.graph.values import is_boolean
 
 _TOTALS = ("sum", "mean")
 STATISTIC = "moefuse_statistic"
@@ -94,10 +95,9 @@ class _Gathered:
 
 def _gathered(node: Node) -> _Gathered | None:
     """What a sum or a mean is of, where that is all that a mask picks."""
-    call, value = call_of(node), tensor(node)
-    if call is None or call.name not in _TOTALS or value is None or value.dim() or not value.dtype.is_floating_point:
-        return None
-    if set(call.kwargs) - {"dtype", "dim", "axis"}:
+    value = tensor(node)
+    call = None if value is None or value.dim() or not value.dtype.is_floating_point else call_of(node)
+    if call is None or call.name not in _TOTALS or set(call.kwargs) - {"dtype", "dim", "axis"}:
         return None
     chain: list[Node] = []
     here: Any = call.args[0]
@@ -131,17 +131,12 @@ def _picked(node: Node) -> _Gathered | None:
     at = {dim: i for dim, i in enumerate(index) if type(i) is int}
     if not isinstance(source, Node) or len(places) + len(at) != len(index) or not places:
         return None
-    mask = places[0] if len(places) == 1 and _is_mask(places[0]) else _mask_of(places)
+    mask = places[0] if len(places) == 1 and is_boolean(places[0]) else _mask_of(places)
     value, chosen = tensor(source), tensor(mask)
-    if mask is None or value is None or chosen is None or not value.dtype.is_floating_point or (at and _is_mask(places[0])):
+    if mask is None or value is None or chosen is None or not value.dtype.is_floating_point or (at and is_boolean(places[0])):
         return None
     left = tuple(size for dim, size in enumerate(shape_of(value)) if dim not in at)
     return _Gathered(node, source, mask, at) if same_shape(left, shape_of(chosen)) else None
-
-
-def _is_mask(node: Any) -> bool:
-    value = tensor(node)
-    return value is not None and value.dtype == torch.bool
 
 
 def _mask_of(places: Sequence[Any]) -> Node | None:
@@ -156,7 +151,7 @@ def _mask_of(places: Sequence[Any]) -> Node | None:
         if made is None or made.name not in ("where", "nonzero") or len(made.args) != 1 or not isinstance(made.args[0], Node):
             return None
         columns = isinstance(fake(maker), torch.Tensor)
-        if index != ((slice(None), at) if columns else at) or not _is_mask(made.args[0]):
+        if index != ((slice(None), at) if columns else at) or not is_boolean(made.args[0]):
             return None
         if fake(made.args[0]).dim() != len(places):
             return None

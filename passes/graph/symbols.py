@@ -55,17 +55,21 @@ def hint(size: Any) -> int | None:
     return int(known) if isinstance(known, int) else None
 
 
+def example_of(node: Any) -> Any:
+    """What an input of Dynamo's graph is in this call; None where it does not say."""
+    given = node.meta.get("grapharg")
+    return None if given is None else given.example
+
+
 def marked_dims(node: Any) -> Collection[int]:
     """Dimensions of an input of which the user says that they are dynamic; a guard for one number there is an error to Dynamo."""
-    given = node.meta.get("grapharg")
-    example = None if given is None else given.example
-    return getattr(example, "_dynamo_dynamic_indices", ())
+    return getattr(example_of(node), "_dynamo_dynamic_indices", ())
 
 
 def inputs_of(graph: Any) -> dict[int, str]:
     """The tensors that a graph is given: their identities, and their names in it, which Dynamo makes from those in the program."""
-    given = {node: node.meta.get("grapharg") for node in graph.nodes if node.op == "placeholder"}
-    return {id(one.example): node.target for node, one in given.items() if one is not None and isinstance(one.example, torch.Tensor)}
+    given = {node: example_of(node) for node in graph.nodes if node.op == "placeholder"}
+    return {id(example): node.target for node, example in given.items() if isinstance(example, torch.Tensor)}
 
 
 def unbacked_in(value: Any) -> set[Any]:

@@ -23,6 +23,12 @@ def tensor(node: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def is_boolean(node: object) -> bool:
+    """Whether a node is a tensor of booleans: a mask, and not numbers."""
+    value = tensor(node)
+    return value is not None and value.dtype == torch.bool
+
+
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Every tensor of a value, inside of containers too; of a tensor subclass, the tensors that it is made of."""
     if isinstance(value, torch.Tensor):

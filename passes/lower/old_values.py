@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefuse import _torch_private
+from moefuse.passes.graph.symbols import example_of
 from moefuse.passes.graph.values import fake, tensor, tensors_in
 from moefuse.passes.graph.writes import statistics, written
 
@@ -35,8 +36,7 @@ def gains_gradients(inputs: Collection[Node]) -> Node | None:
     Where such a value is written outside of the graph, backward of a later call does not look at it unless it is asked for.
     """
     for node in inputs:
-        given = node.meta.get("grapharg")
-        value, example = tensor(node), None if given is None else given.example
+        value, example = tensor(node), example_of(node)
         if value is None or not value.requires_grad or not isinstance(example, torch.Tensor):
             continue
         if not example.requires_grad or (not example.is_leaf and "_buffers_" in str(node.target)):

@@ -9,7 +9,6 @@ from torch.fx import Node
 
 from moefuse import _torch_private
 from moefuse.passes.graph.calls import Call, fake
-from moefuse.passes.graph.levels import levels
 from moefuse.passes.graph.op_classes import ASSERTS, MODES, SIZE_QUERIES, draws
 from moefuse.passes.graph.sharded import is_gathered
 from moefuse.passes.graph.symbols import unbacked_in
@@ -20,8 +19,8 @@ from moefuse.passes.match.promises import about_data, promised, settled
 
 def live(ctx: Context) -> set[Node]:
     """Nodes that the result of the graph, or an effect of it, needs."""
-    inside = levels(ctx.graph)  # torch.func's own steps depend on each other in ways that no argument shows
-    roots = [n for n in ctx.graph.nodes if n in inside or n.op in ("placeholder", "output", "call_module") or _effect(ctx, n)]
+    # Steps of torch.func (``levels``) depend on each other in ways that no argument shows.
+    roots = [n for n in ctx.graph.nodes if n in ctx.levels or n.op in ("placeholder", "output", "call_module") or _effect(ctx, n)]
     asserts = [n for n in ctx.graph.nodes if about_data(ctx, n)]
     writes = [n for n in ctx.graph.nodes if (call := ctx.calls.get(n)) is not None and call.inplace and n not in roots]
     found: set[Node] = set()

@@ -357,19 +357,24 @@ def _of_routing(fact: Any, routing: Routing) -> bool:
 def _escapes(ctx: Context, region: Region) -> Lost | None:
     """Nothing the experts computed is read outside the region."""
     last = ctx.position[region.anchor]
-    for node in sorted(region.nodes, key=ctx.position.__getitem__):
-        holder = node in region.holders
-        if not holder and not _expert_value(ctx.facts.get(node)):
-            continue
-        for user in node.users:
-            call = ctx.calls.get(user)
-            if user in region.nodes or (call is not None and call.name in SIZE_QUERIES):
-                continue
-            if (holder and ctx.position[user] > last) or user not in live(ctx):
-                continue
-            code = "hook" if call is not None and call.name == "register_hook" else "value-escapes"
-            return ctx.lost(code, node if user.op == "output" else user, name=named(node))
+    outside = [
+        (node, user)
+        for node in sorted(region.nodes, key=ctx.position.__getitem__)
+        if node in region.holders or _expert_value(ctx.facts.get(node))
+        for user in node.users
+        if user not in region.nodes and not _asks_size(ctx, user) and not (node in region.holders and ctx.position[user] > last)
+    ]
+    needed = live(ctx) if outside else set()
+    for node, user in (pair for pair in outside if pair[1] in needed):
+        call = ctx.calls.get(user)
+        code = "hook" if call is not None and call.name == "register_hook" else "value-escapes"
+        return ctx.lost(code, node if user.op == "output" else user, name=named(node))
     return _stale(ctx, region)
+
+
+def _asks_size(ctx: Context, node: Node) -> bool:
+    call = ctx.calls.get(node)
+    return call is not None and call.name in SIZE_QUERIES
 
 
 def _stale(ctx: Context, region: Region) -> Lost | None:
@@ -380,15 +385,18 @@ def _stale(ctx: Context, region: Region) -> Lost | None:
     for node in region.nodes:
         for name in (name for t in ctx.memory.targets[node] for name in ctx.memory.storages(t) if name in results):
             first[name] = min(first.get(name, last), ctx.position[node])
-    for name, start in first.items():
-        for alias in ctx.aliases[name]:
-            for user in alias.users if ctx.position[alias] <= last else ():
-                call = ctx.calls.get(user)
-                outside = user not in region.nodes and ctx.position[user] > start
-                redirected = alias in holders and ctx.position[user] > last
-                if outside and not redirected and (call is None or call.name not in SIZE_QUERIES) and user in live(ctx):
-                    return ctx.lost("alias", region.anchor, name=named(alias))
-    return None
+    finds = [
+        (alias, user)
+        for name, start in first.items()
+        for alias in ctx.aliases[name]
+        if ctx.position[alias] <= last
+        for user in alias.users
+        if user not in region.nodes and ctx.position[user] > start and not _asks_size(ctx, user)
+        if not (alias in holders and ctx.position[user] > last)
+    ]
+    needed = live(ctx) if finds else set()
+    found = next((alias for alias, user in finds if user in needed), None)
+    return None if found is None else ctx.lost("alias", region.anchor, name=named(found))
 
 
 def _expert_value(fact: Any) -> bool:

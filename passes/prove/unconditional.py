@@ -1,7 +1,8 @@
 """What a program writes beside its experts where an expert has tokens, made right where it has none.
 
 ``if n == 0: continue`` in front of ``counts[e] += n`` is gone from the graph, so the write runs for every expert. It adds zero then; any
-other value is masked by what the program asked. This is for numbers about the experts: nothing that has a gradient.
+other value is masked by what the program asked. This is for numbers about the experts: what has gradients has them of values under the mask
+of the same expert alone, so that they are zero, too.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import product, same
+from moefuse.passes.graph.values import is_boolean
 from moefuse.passes.infer.ranges import counts
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, as_size, normalize, out_shape
@@ -83,15 +84,10 @@ def settled(ctx: Context, node: Node, mask: Mask) -> Mask | Table:
 def on_not(ctx: Context, node: Node, x: Node) -> Any:
     fact = ctx.fact(x)
     if isinstance(fact, Hit):
-        return replace(fact, negated=not fact.negated) if _boolean(x) else None
+        return replace(fact, negated=not fact.negated) if is_boolean(x) else None
     if isinstance(fact, Mask | SlotMask) and fact.weight is None:
         return replace(fact, negated=not fact.negated)
     return replace(fact, negated=not fact.negated) if isinstance(fact, Table) and fact.ones else None
-
-
-def _boolean(x: Node) -> bool:
-    value = tensor(x)
-    return value is not None and value.dtype == torch.bool
 
 
 @rule("arange")

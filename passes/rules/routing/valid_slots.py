@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import product, same, shape_of
+from moefuse.passes.graph.values import is_boolean
 from moefuse.passes.infer.operands import padded
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Axes
@@ -35,7 +36,7 @@ def on_and(ctx: Context, node: Node, a: Any, other: Any) -> Mask | Table | None:
     x, y = ctx.fact(a), ctx.fact(other)
     if isinstance(x, Mask | Table) and isinstance(y, Mask | Table):
         call = ctx.calls[node]
-        return _both(x, y) if call is not None and not call.inplace and _boolean(node) else None
+        return _both(x, y) if call is not None and not call.inplace and is_boolean(node) else None
     for mask, condition in ((x, y), (y, x)):
         if isinstance(mask, Mask | Table):
             return dropped(ctx, node, mask, condition) or restricted(ctx, node, mask, condition)
@@ -45,7 +46,7 @@ def on_and(ctx: Context, node: Node, a: Any, other: Any) -> Mask | Table | None:
 def restricted(ctx: Context, node: Node, fact: Mask | Table, other: Any) -> Mask | Table | None:
     """The mask of one expert where a plain boolean tensor, one value for a token or a slot, allows it; None for anything else."""
     call, known = ctx.calls[node], tensor(other.root) if isinstance(other, View) else None
-    if call is None or call.inplace or known is None or known.dtype != torch.bool or not _boolean(node):
+    if call is None or call.inplace or known is None or known.dtype != torch.bool or not is_boolean(node):
         return None
     if fact.negated or fact.expert is None or not fact.routing.whole or not _ones(fact):
         return None
@@ -98,12 +99,6 @@ def _both(x: Mask | Table, y: Mask | Table) -> Mask | Table | None:
 
 def _ones(fact: Mask | Table) -> bool:
     return fact.weight is None if isinstance(fact, Mask) else fact.ones
-
-
-def _boolean(node: Node) -> bool:
-    """Whether the result is a mask, and not numbers."""
-    value = tensor(node)
-    return value is not None and value.dtype == torch.bool
 
 
 def _says_which(mask: Axes, other: Axes, root: Node, routing: Routing) -> bool:
