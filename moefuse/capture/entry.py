@@ -107,6 +107,7 @@ def _start(compiler_fn: Any, speculation_log: Any, one_graph: bool) -> Frame | N
         ledger.off = True
     ledger.collects = ledger.collects and own.capture
     ledger.makes_leaves = ledger.makes_leaves and own.capture
+    ledger.counts = ledger.counts and own.capture
     ledger.parametrizes = ledger.parametrizes and own.capture
     flags = not one_graph and not control.user_flags()
     insists = _insists(own)

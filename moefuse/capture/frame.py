@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
 from moefuse import _torch_private
-from moefuse.capture import branches, counts, functions, modules
+from moefuse.capture import bins, branches, counts, functions, modules
 from moefuse.capture.appends import Appends
 from moefuse.capture.attempt import OTHER_WAY, Attempt
 from moefuse.capture.bytecode import GENERATOR
@@ -173,6 +173,10 @@ class Frame(Attempt):
     def numbers(self, tx: Any, variable: Any) -> Any:
         """The elements of a tensor or an array that is unpacked, where they are to be numbers; None to leave it to Dynamo."""
         return counts.numbers(self, tx, variable)
+
+    def counted(self, tx: Any, ids: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """``bincount`` of ids, where its length is known; None to leave it to Dynamo."""
+        return bins.traced(tx, ids, args, named) if self.ledger.counts else None
 
     def read(self, tx: Any, variable: Any) -> Any:
         """A number is read out of a tensor; what Python gets in its place, or None."""

@@ -96,7 +96,8 @@ def length(source: Node) -> int:
 def bins(node: Node | None) -> tuple[int, bool] | None:
     """How long ``bincount(ids)``, or a running sum of it, may be, and whether it always is; None for any other tensor.
 
-    It has E elements where ``minlength`` says so and the ids are below it. Without, it ends behind the highest id that occurs.
+    It has E elements where ``minlength`` says so and the ids are below it; ``zeros(E).scatter_add(0, ids, ones)`` then (bins.py). Without,
+    it ends behind the highest id that occurs.
     """
     for _ in range(8):
         if not isinstance(node, Node) or node.op not in ("call_method", "call_function") or not node.args:
@@ -105,6 +106,10 @@ def bins(node: Node | None) -> tuple[int, bool] | None:
         if name == "bincount":
             least, count = node.kwargs.get("minlength", node.args[2] if len(node.args) > 2 else 0), choices(first)
             return (max(least, count), count <= least) if isinstance(least, int) and count is not None else None
+        if name == "scatter_add" and len(node.args) == 4 and choices(node.args[2]) is not None:
+            value = _value(node)
+            integers = isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype == torch.int64
+            return (value.shape[0], True) if integers and isinstance(value.shape[0], int) else None
         if name not in _VIEWS and name not in ("cumsum", "view_as"):
             return None
         node = first  # type: ignore[assignment]
@@ -188,6 +193,8 @@ def _chosen_among(node: Node) -> int | None:
     """How many things a top-k, a sort, a maximum or an argmax chooses among; None where that is not plain."""
     scores = _value(node.args[0]) if isinstance(node.args[0], Node) else None
     place = 2 if _name(node) == "topk" else 1
+    if _name(node) == "argmax" and len(node.args) < 2 and node.kwargs.get("dim") is None:
+        return None  # the place among all elements
     dim = node.kwargs.get("dim", node.args[place] if len(node.args) > place else -1)
     size = scores.shape[dim] if isinstance(dim, int) and isinstance(scores, torch.Tensor) and scores.dim() else None
     return size if isinstance(size, int) and size > 0 else None

@@ -27,6 +27,7 @@ class Ledger:
         numbers: read numbers out of tensors, where moefuse made that traceable; not once a compiler could not take such a graph.
         collects: trace bodies of checkpoints that write to what the call has made; not once that was there when a graph ended.
         makes_leaves: trace tensors that the call makes with ``requires_grad=True``; not once what left a graph had gradients only by one.
+        counts: trace ``bincount`` as a sum where its length is known.
         parametrizes: trace parametrisations that the call registers and removes; not once one of them was more than that.
         cut: where the graph ends in front of a loop that Dynamo cannot break, and why; nothing was tried yet while it is None.
         broken: the graph breaks somewhere, in an attempt that traced sizes that depend on data.
@@ -44,6 +45,7 @@ class Ledger:
     numbers: bool = True
     collects: bool = True
     makes_leaves: bool = True
+    counts: bool = True
     parametrizes: bool = True
     cut: tuple[int, Stop] | None = None
     broken: bool = False

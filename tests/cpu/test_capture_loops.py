@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import linecache
+import re
 
 import pytest
 import torch
@@ -46,7 +48,14 @@ def test_what_only_looks_like_one_runs_as_without_moefuse(cls: type[Layer], caps
     if cls is NEAR_MISS["Prints"]:
         return  # int(row) is one more break where Dynamo may read numbers out of tensors
     without = check(cls, options=plain(capture=False))
-    assert (len(seen.graphs), seen.report.graph_breaks) == (len(without.graphs), without.report.graph_breaks)
+    if not _break_at_bincount(without):
+        assert (len(seen.graphs), seen.report.graph_breaks) == (len(without.graphs), without.report.graph_breaks)
+
+
+def _break_at_bincount(seen: Seen) -> bool:
+    """Whether the graph breaks at ``bincount``: capture traces it, so that it breaks elsewhere."""
+    places = [re.findall(r"(\S+\.py):(\d+)", text)[-1] for text in seen.report.graph_breaks]
+    return any("bincount(" in linecache.getline(file, int(line)) for file, line in places)
 
 
 @pytest.mark.parametrize("cls", [offsets.RaisedByNumber, offsets.RaisedByRows, counters.AddsNumbers])

@@ -52,7 +52,10 @@ class ClipsOut(Loop):
 
 
 class Balances(Loop):
-    """Inductor cannot compile a bincount, so Dynamo breaks there; with another number of tokens the second half is not fused."""
+    """Inductor cannot compile a bincount of numbers that may be anything, so Dynamo breaks there.
+
+    With another number of tokens the second half is not fused.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,13 +64,13 @@ class Balances(Loop):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores = self.gate(x).softmax(-1)
         ids = (scores + self.bias).topk(K, -1).indices
-        counts = torch.bincount(ids.flatten(), minlength=E).float()
+        counts = torch.bincount(ids.flatten() % E, minlength=E).float()
         torch.add(self.bias, (counts.mean() - counts).sign(), alpha=1e-3, out=self.bias)
         return ids, scores.gather(1, ids)
 
 
 class Usage(Loop):
-    """Inductor cannot compile a bincount, and moefuse takes back what it made traceable."""
+    """Inductor cannot compile such a bincount, and moefuse takes back what it made traceable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +78,7 @@ class Usage(Loop):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         ids, weights = super().route(x)
-        self.usage += torch.bincount(ids.flatten(), minlength=E)
+        self.usage += torch.bincount(ids.flatten() % E, minlength=E)
         return ids, weights
 
 

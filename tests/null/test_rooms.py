@@ -19,6 +19,7 @@ LATE = {
     "backend": "loaded with the first graph: Dynamo imports every backend that is registered",
     "cache": "the key alone needs what was measured",
     "capture.dummies": "a pass of experts without tokens alone asks the passes",
+    "capture.bins": "a count alone asks the passes",
     "capture.attempt": "a branch that Dynamo stops at alone asks the passes",
     "capture.ledger": "a refusal alone asks the passes",
     "capture.scopes": "a value of a parametrisation alone asks the passes",

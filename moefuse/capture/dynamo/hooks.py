@@ -62,6 +62,7 @@ class Observer(Protocol):
     def compiled(self, output: Any = None) -> None: ...
     def failed(self, error: Exception, translator: Any) -> None: ...
     def rows(self, translator: Any, variable: Any) -> Any: ...
+    def counted(self, translator: Any, ids: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any: ...
     def read(self, translator: Any, variable: Any) -> Any: ...
     def numbers(self, translator: Any, variable: Any) -> Any: ...
     def compared(self, translator: Any, variables: Any) -> None: ...
@@ -174,6 +175,7 @@ def _install_calls(tensors: type) -> None:
         for owner, name, hook in ((tensors, "call_method", _on_method), (TorchInGraphFunctionVariable, "call_function", _on_function)):
             _wrap(owner, name, hook)
             _wrap(owner, name, functools.partial(_on_split, name))
+            _wrap(owner, name, functools.partial(_on_count, name))
 
 
 def before_tracing(prepare: Prepare) -> None:
@@ -419,6 +421,19 @@ def _on_split(way: str, original: Any, self: Any, translator: Any, *given: Any) 
     *before, args, kwargs = given
     args, kwargs = [values.with_numbers(translator, a) for a in args], {k: values.with_numbers(translator, v) for k, v in kwargs.items()}
     return original(self, translator, *before, args, kwargs)
+
+
+def _on_count(way: str, original: Any, self: Any, translator: Any, *given: Any) -> Any:
+    # ``torch.bincount(ids, minlength=E)``, whose length Dynamo does not know.
+    observer = getattr(translator.output, _KEPT, None)
+    name = given[0] if way == "call_method" else getattr(self.value, "__name__", "")
+    if name != "bincount" or observer is None:
+        return original(self, translator, *given)
+    *_, args, named = given
+    ids = [self, *args] if way == "call_method" else [*args, *([named["input"]] if "input" in named else [])]
+    named = {key: value for key, value in named.items() if key != "input"}
+    known = observer.counted(translator, ids[0], ids[1:], named) if ids else None
+    return original(self, translator, *given) if known is None else known
 
 
 def _on_item(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -191,10 +191,7 @@ def constant(value: object) -> Any:
 
 def row_tensor(translator: Any, literal: object, like: torch.Tensor) -> Any:
     """``torch.tensor(literal)`` on the device of ``like``, recorded in the graph."""
-    from torch._dynamo.variables.builder import wrap_fx_proxy
-
-    proxy = translator.output.create_proxy("call_function", torch.tensor, (literal,), {"device": like.device, "dtype": like.dtype})
-    return wrap_fx_proxy(translator, proxy)
+    return call(translator, torch.tensor, literal, device=like.device, dtype=like.dtype)
 
 
 def is_ndarray(variable: Any) -> bool:
@@ -206,11 +203,16 @@ def is_ndarray(variable: Any) -> bool:
 
 def number_at(translator: Any, node: Node, index: int) -> Any:
     """``tensor[index].item()``, recorded in the graph."""
+    return call(translator, operator.getitem, node, index).call_method(translator, "item", [], {})
+
+
+def call(translator: Any, target: Any, *args: Any, **named: Any) -> Any:
+    """The variable of a function of torch's, or a tensor's method (by name), of nodes and constants, recorded in the graph."""
     from torch._dynamo.variables.builder import wrap_fx_proxy
 
-    source = torch.fx.Proxy(node, translator.output.current_tracer)
-    element = wrap_fx_proxy(translator, translator.output.create_proxy("call_function", operator.getitem, (source, index), {}))
-    return element.call_method(translator, "item", [], {})
+    given = [torch.fx.Proxy(a, translator.output.current_tracer) if isinstance(a, Node) else a for a in args]
+    kind = "call_method" if isinstance(target, str) else "call_function"
+    return wrap_fx_proxy(translator, translator.output.create_proxy(kind, target, tuple(given), named))
 
 
 def with_numbers(translator: Any, variable: Any) -> Any:

@@ -38,7 +38,7 @@ def _order(ctx: Context, node: Node, table: Table) -> tuple[Order, Axis] | None:
     if table.negated or table.slot is not None or table.fill != 0.0 or not table.routing.distinct or len(table.axes[1]) != 1:
         return None
     if not table.ones:
-        routing = sparse_entries.kept(ctx, replace(table, axes=table.root_axes), above=False) if table.root_axes else None
+        routing = sparse_entries.kept(ctx, replace(table, axes=table.root_axes), above=None) if table.root_axes else None
     count = extent(table.axes[0])
     if routing is None or routing.valid is not None or routing.columns is not None or not routing.within(count):
         return None

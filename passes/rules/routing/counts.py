@@ -18,6 +18,7 @@ from moefuse.passes.ir.axes import Atom
 from moefuse.passes.ir.facts import Counts, Occurring, Range, Routing, Sorted, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.ids import all_of_them, is_integer, role_axes
+from moefuse.passes.rules.routing.masks import counted
 from moefuse.passes.rules.routing.offsets import exact
 
 _SAME_NUMBERS = CASTS | COPIES | RESHAPES | TURNS | {"t"}
@@ -35,19 +36,20 @@ def on_count(
     min: Any = 0,  # noqa: A002  (so torch.histc calls them)
     max: Any = 0,  # noqa: A002
 ) -> Any:
-    x, dtypes = uncast(ctx, x)
-    routing, closed = _all_ids(ctx, x), False
     if ctx.calls[node].name == "bincount":  # type: ignore[union-attr]
-        bins = minlength
-        if weights is not None:
-            return None
-    else:
-        if min != 0 or not isinstance(bins, int) or max not in (bins - 1, bins):
-            return None
-        closed = max == bins  # the last bin has its right end, too: an id that no expert has
+        return counts_of(ctx, node, x, minlength) if weights is None else None
+    if min != 0 or not isinstance(bins, int) or max not in (bins - 1, bins):
+        return None
+    return counts_of(ctx, node, x, bins, closed=max == bins)
+
+
+def counts_of(ctx: Context, node: Node, x: Node, bins: Any, *, closed: bool = False) -> Any:
+    """How often each id is there. ``closed``: the last bin has its right end, too: an id that no expert has."""
+    x, dtypes = uncast(ctx, x)
+    routing = _all_ids(ctx, x)
     if routing is None or not isinstance(bins, int) or not all(_as_they_are(ctx, x, dtype, bins) for dtype in dtypes):
         return None
-    if (closed and not routing.within(bins)) or not exact(node, routing):
+    if closed and not routing.within(bins):
         return None
     choices = routing.choices
     if choices is not None and bins < choices and ctx.calls[node].name == "bincount":  # type: ignore[union-attr]
@@ -57,7 +59,7 @@ def on_count(
     if isinstance(choices, int) and choices <= bins:
         settle(ctx.sizes, list(out_shape(node)), bins)
         refine(ctx.sizes, node)
-    return Counts(((Atom("e", 0, bins),),), routing, ends=False)
+    return counted(node, ((Atom("e", 0, bins),),), routing)
 
 
 def _all_ids(ctx: Context, x: Node) -> Routing | None:

@@ -43,7 +43,7 @@ from moefuse.passes.rules.routing.nonempty import all_dims, any_of, hit_of
 def on_count_nonzero(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim: bool = False) -> Hit | Span | Counts | None:
     fact = ctx.fact(x)
     if isinstance(fact, Table) and not fact.ones:
-        fact = sparse_entries.compared(ctx, node, fact, above=False)  # ``count_nonzero(gates, dim=0)``
+        fact = sparse_entries.compared(ctx, node, fact, above=None)  # ``count_nonzero(gates, dim=0)``
     if not isinstance(fact, Mask | Table) or keepdim or (isinstance(fact, Mask) and fact.weight is not None):
         return None
     found = summed(ctx, node, fact, dim, keepdim)

@@ -12,8 +12,9 @@ from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.axes import Atom, Axes
 from moefuse.passes.ir.facts import Fill, Index, Listed, Range, Rows, Sorted, Table
 from moefuse.passes.rules import rule
+from moefuse.passes.rules.routing.counts import counts_of
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
-from moefuse.passes.rules.routing.masks import constant, counted
+from moefuse.passes.rules.routing.masks import constant
 from moefuse.passes.rules.routing.tables import _lines_up
 from moefuse.passes.rules.sums.accumulate import put, unsort
 from moefuse.passes.rules.sums.listed import add
@@ -24,13 +25,14 @@ def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, sr
     """The chosen weights written into a filled [tokens, E] tensor."""
     fill, view = ctx.fact(target), ctx.view(index)
     src = src if value is None else value
+    shape = out_shape(node)
+    ones = isinstance(fill, Fill) and fill.value == 0.0 and len(shape) == 1 and constant(ctx, src) == 1.0
+    if ones and ctx.calls[node].name == "scatter_add":  # type: ignore[union-attr]
+        return counts_of(ctx, node, index, shape[0])
     if not isinstance(fill, Fill) or view is None or not is_integer(index):
         return scatter_rows(ctx, node, target, dim, index, src)
     routing = routing_of(ctx, view)
     axes = role_axes(view, routing) if routing is not None else None
-    shape = out_shape(node)
-    if len(shape) == 1 and routing is not None and axes is not None and fill.value == 0.0 and ctx.calls[node].name == "scatter_add":  # type: ignore[union-attr]
-        return counted(node, ((Atom("e", 0, shape[0]),),), routing) if constant(ctx, src) == 1.0 else None
     at = normalize(dim, len(shape))
     if routing is None or axes is None or at >= len(axes) or {a.kind for a in axes[at]} - {"k"} or not isinstance(shape[at], int):
         return scatter_rows(ctx, node, target, dim, index, src)

@@ -320,6 +320,14 @@ class BinnedByScatter(Binned):
         return torch.zeros(E).scatter_add_(0, ids.flatten(), torch.ones(ids.numel()))
 
 
+@positive
+class BinnedByLength(Binned):
+    """``bincount``: as long as it says, since no id is higher."""
+
+    def counts(self, ids: Tensor) -> Tensor:
+        return torch.bincount(ids.flatten(), minlength=E)
+
+
 @near_miss
 class BinnedByOthers(Binned):
     """A histogram of other ids."""

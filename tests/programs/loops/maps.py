@@ -59,6 +59,15 @@ class MapAsMatrix(Mapped):
 
 
 @positive
+class MapOfSigned(MapAsMatrix):
+    """Weights below zero are not zero."""
+
+    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        ids, weights = super().route(logits)
+        return ids, weights - 0.45
+
+
+@positive
 class CountsAsTensors(Mapped):
     """Python makes numbers of a list of tensors."""
 

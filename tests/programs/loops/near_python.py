@@ -21,9 +21,9 @@ class CountsIterations(Hits):
         return out / count
 
 
-@near_miss
+@positive
 class CountsOnTensor(Hits):
-    """A tensor that counts, without any data from the experts."""
+    """A tensor that counts the experts with tokens: what is added is masked."""
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
         ids, weights = self.route(logits)

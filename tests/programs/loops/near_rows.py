@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.programs.loops.base import E, Hits, Layer, near_miss
+from tests.programs.loops.base import E, Hits, Layer, near_miss, positive
 
 
 @near_miss
@@ -89,9 +89,9 @@ class Misses(Hits):
         out += self.expert(row, x)
 
 
-@near_miss
+@positive
 class FirstExpertsWeight(Hits):
-    """The second projection is that of expert 0 for all: a representative of expert 0 looks the same."""
+    """The second projection is that of expert 0 for all, as the representative shows that is not expert 0."""
 
     def expert(self, e: int | Tensor, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.w_in[e]).chunk(2, dim=-1)
