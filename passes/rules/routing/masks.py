@@ -73,6 +73,14 @@ def slot_table(ctx: Context, node: Node, column: Column, axes: Axes, expert: int
     return Table(axes, routing, 0.0, expert, None, ones=True, negated=negated, slot=column.slot)
 
 
+def of_slot(mask: Mask, axes: Axes, slot: int, size: Any) -> Table | None:
+    """``one_hot(ids, E)[:, slot]``, ``(ids == e)[:, slot]``, or such weights: who chose which expert in that slot."""
+    if not mask.routing.whole or not isinstance(size, int) or not same(size, mask.routing.top_k):
+        return None
+    at, ones = slot + size if slot < 0 else slot, mask.weight is None
+    return Table(axes, mask.routing, 0.0, mask.expert, None, (), mask.weight, ones, mask.negated, at)
+
+
 def settled(ctx: Context, node: Node, mask: Mask) -> Mask | Table:
     """With one slot per token, a mask over tokens is a table already."""
     if mask.routing.top_k != 1 or any(a.kind == "k" for axis in mask.axes for a in axis):

@@ -37,11 +37,21 @@ def entries(node: Node, base: Mask, chosen: Selection, items: list[Any], rows: A
             columns.append("")
         elif isinstance(item, Index) and item.selection.same(chosen):
             columns.append(item.of)
+        elif _is_slot(item, axis, chosen):
+            columns.append("its slot")
         else:
             return None, left
         left = left[1:]
-    by_token = columns == ["token", ""]
-    return taken(base, chosen, rows) if by_token else entry(node, base, chosen, rows, tuple(columns)), left
+    if columns == ["token", ""]:
+        return taken(base, chosen, rows), left
+    found = entry(node, base, chosen, rows, tuple(c.removeprefix("its ") for c in columns))
+    return replace(found, expr=_all(node, found.expr, chosen)) if found is not None and "its slot" in columns else found, left
+
+
+def _is_slot(item: Any, axis: Axis, chosen: Selection) -> bool:
+    """Whether a number is that of the slot in which all of a selection's tokens chose their expert."""
+    size = axis[0].size if [a.kind for a in axis] == ["k"] else None
+    return type(item) is int and chosen.slot is not None and isinstance(size, int) and item in (chosen.slot, chosen.slot - size)
 
 
 def entry(node: Node, base: Mask, chosen: Selection, rows: Axis, columns: tuple[str, ...]) -> Rows | None:

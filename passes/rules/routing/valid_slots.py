@@ -50,7 +50,7 @@ def restricted(ctx: Context, node: Node, fact: Mask | Table, other: Any) -> Mask
         return None
     if fact.negated or fact.expert is None or not fact.routing.whole or not _ones(fact):
         return None
-    if isinstance(fact, Table) and (found := _weighed(ctx, node, fact, other.root)) is not None:
+    if (found := _weighed(ctx, node, fact, other.root)) is not None:
         return found
     if getattr(fact, "slot", None) is not None:
         return None
@@ -65,21 +65,26 @@ def restricted(ctx: Context, node: Node, fact: Mask | Table, other: Any) -> Mask
     return replace(fact, axes=axes, routing=routing, root=None, root_axes=(), slots=None)
 
 
-def _weighed(ctx: Context, node: Node, table: Table, condition: Node) -> Mask | Table | None:
-    """The tokens of one expert whose weight in its slot (``w[:, k] > 0``), or whose score of it (``p[:, e] >= 0.2``), is above a number."""
+def _weighed(ctx: Context, node: Node, chosen: Mask | Table, condition: Node) -> Mask | Table | None:
+    """The tokens of one expert whose weight in its slot (``w[:, k] > 0``), or whose score of it (``p[:, e] >= 0.2``), is above a number.
+
+    They may be those that chose it in one slot.
+    """
     call = ctx.calls.get(condition)
     values, bound = call.args if call is not None and len(call.args) == 2 and not call.kwargs and not call.inplace else (None, None)
     column = ctx.fact(values)
     if call is None or not isinstance(column, Column) or not tensor(values).dtype.is_floating_point:  # type: ignore[union-attr]
         return None
     above = sparse_entries.above(values, call.name, bound)
-    if above is None or ctx.storage[condition] in ctx.writes or table.axes != _of_tokens(column):
+    tokens = tuple(() if [a.kind for a in axis] == ["k"] else axis for axis in chosen.axes)
+    if above is None or ctx.storage[condition] in ctx.writes or tokens != _of_tokens(column):
         return None
-    if table.slot is not None:
-        of_slot = table.slot == column.slot and is_slot_weight(column.base, table.routing)
-        return sparse_entries.compared(ctx, node, replace(table, slots=column.base, ones=False), above=above) if of_slot else None
-    routing = sparse_entries.of_table(ctx, table.routing, column.base, above=above) if table.expert == column.slot else None
-    return None if routing is None else replace(table, routing=routing, root=None, root_axes=(), slots=None)
+    if isinstance(chosen, Table) and chosen.slot == column.slot and is_slot_weight(column.base, chosen.routing):
+        return sparse_entries.compared(ctx, node, replace(chosen, slots=column.base, ones=False), above=above)
+    routing = sparse_entries.of_table(ctx, chosen.routing, column.base, above=above) if chosen.expert == column.slot else None
+    if routing is None or isinstance(chosen, Mask):
+        return None if routing is None else replace(chosen, routing=routing)
+    return replace(chosen, routing=routing, root=None, root_axes=(), slots=None)
 
 
 def _of_tokens(column: Column) -> Axes:

@@ -17,7 +17,7 @@ from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import by_expert, slot_masks
 from moefuse.passes.rules.routing.ids import is_slot_weight, row_axis
 from moefuse.passes.rules.routing.masks import selection, tokens_together
-from moefuse.passes.rules.rows.by_rows import by_column, by_slots, features_of, of_expert, slots_together, with_none
+from moefuse.passes.rules.rows.by_rows import by_column, by_rows, by_slots, features_of, of_expert, slots_together, with_none
 from moefuse.passes.rules.rows.index import basic, cut, pick
 from moefuse.passes.rules.rows.leaves import row_domain, slot_gate, take_rows, take_tokens
 
@@ -65,6 +65,8 @@ def by_any_mask(ctx: Context, node: Node, x: Node, base: Any, mask: Mask | Table
     found = selection(mask, axes)
     new = [t for t in tail if t is None]  # dimensions of size one behind
     tail = tail[: len(tail) - len(new)]
+    if found is not None and isinstance(base, Mask) and tail:  # ``(one_hot(ids, E) * w)[mask, k, e]``
+        return by_rows(ctx, node, x, base, found[0], [Index((row_axis(node),), found[0], found[1][0]), *tail, *new])
     if found is None or len(tail) > 1 or None in tail:
         return None
     if lead > 1 and isinstance(base, View | Table | Mask | Rows):

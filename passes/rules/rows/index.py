@@ -37,6 +37,7 @@ from moefuse.passes.ir.facts import (
 )  # fmt: skip
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import slot_masks, sparse_entries
+from moefuse.passes.rules.routing.masks import of_slot
 from moefuse.passes.rules.routing.offsets import picked
 from moefuse.passes.rules.rows import listed
 from moefuse.passes.rules.sums import segments
@@ -110,9 +111,8 @@ def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any
         return sparse_entries.column(fact, axes, at) if dim == 1 else None
     if same(extent(axis), 1) or (only is not None and only.kind == "b"):
         return fact.with_axes(axes)
-    if isinstance(fact, Mask | Table | Hit) and only is not None and only.kind == "e":
-        expert = at + only.size if at < 0 else at
-        return replace(fact, axes=axes, expert=expert)
+    if isinstance(fact, Mask | Table | Hit) and only is not None and only.kind in ("e", "k"):
+        return _of_one(fact, axes, at, only)
     if isinstance(fact, Counts) and only is not None and only.kind == "e":
         return picked(fact, at, only.size)
     if isinstance(fact, Occurring) and len(fact.axes) == 1 and 0 <= at < fact.count:
@@ -129,6 +129,13 @@ def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any
         base = fact.with_axes((*axes, axis))
         return Column(fresh([extent(a) for a in axes]), ctx.first[node], base, at + only.size if at < 0 else at)
     return None
+
+
+def _of_one(fact: Mask | Table | Hit, axes: Axes, at: int, only: Atom) -> Mask | Table | Hit | None:
+    """What speaks of the choices of one expert, or of one slot."""
+    if only.kind == "e":
+        return replace(fact, axes=axes, expert=at + only.size if at < 0 else at)
+    return of_slot(fact, axes, at, only.size) if isinstance(fact, Mask) else None
 
 
 def _has_number(fact: Any, dim: int, only: Atom | None) -> bool:
