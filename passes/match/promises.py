@@ -232,7 +232,8 @@ def _most(ctx: Context, symbol: Any) -> Any:
     rows = _order(fact) or _selection(fact)
     occurring = fact.items[0] if isinstance(fact, Many) and fact.items else fact
     if isinstance(occurring, Present):
-        return occurring.count
+        slots = _slots(occurring.routing)
+        return min(occurring.count, slots) if isinstance(slots, int) else occurring.count
     if isinstance(fact, Span):
         return _slots(fact.routing)
     if isinstance(rows, Order) or (rows is not None and rows.order is not None):

@@ -11,7 +11,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from tests.cpu.capture_case import Seen, capturing, check, plain
-from tests.programs.loops import NEAR_MISS, POSITIVE, H, Layer, counters, dummies, gradients, offsets
+from tests.programs.loops import NEAR_MISS, POSITIVE, H, Layer, counters, dummies, gradients, offsets, unique
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -58,7 +58,7 @@ def _break_at_bincount(seen: Seen) -> bool:
     return any("bincount(" in linecache.getline(file, int(line)) for file, line in places)
 
 
-@pytest.mark.parametrize("cls", [offsets.RaisedByNumber, offsets.RaisedByRows, counters.AddsNumbers])
+@pytest.mark.parametrize("cls", [offsets.RaisedByNumber, offsets.RaisedByRows, counters.AddsNumbers, unique.UniqueIds])
 def test_one_token_has_most_experts_idle(cls: type[Layer]) -> None:
     """Whoever runs the program again for the check jumps over them, and finds the numbers that they would have left."""
     seen = check(cls, tokens=(1, 1, 1))
