@@ -5,6 +5,7 @@ Instructions are Dynamo's: ``opname``, ``argval``, ``target`` (an instruction), 
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ _NOTHING = frozenset(("NOP", "EXTENDED_ARG", "CACHE", "NOT_TAKEN", "RESUME"))
 _ALWAYS_JUMPS = frozenset(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_NO_INTERRUPT", "JUMP"))
 RETURNS = frozenset(("RETURN_VALUE", "RETURN_CONST"))
 _ENDS = frozenset(("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"))
+
+_BESIDE = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "PUSH_NULL", "KW_NAMES", "PRECALL", "CALL", "BINARY_SUBSCR"))
+"""What the other parts of an index may be computed by: ``w[rows.tolist(), slots.tolist(), None]``."""
 
 _CONSTANT_MESSAGE = frozenset(("LOAD_CONST", "PRECALL", "CALL", "CALL_FUNCTION", "CACHE"))
 
@@ -165,14 +169,26 @@ class Code:
                 return False
         return True
 
+    def becomes_an_index(self, at: int) -> bool:
+        """Whether the value that is on the stack in front of an instruction becomes an index, and nothing else."""
+        return self._indexes(at, 0)
+
     def _indexes(self, at: int, behind: int) -> bool:
-        """Whether the value under the ``behind`` last ones becomes an index, alone or in a tuple of what is loaded around it."""
-        while _loads(inst := self.instructions[at]):
-            behind += max(len(_names(inst)), 1)
+        """Whether the value under the ``behind`` last ones becomes an index, alone or in a tuple of what is computed around it."""
+        while True:
+            inst = self.instructions[at]
+            if inst.opname == "BUILD_TUPLE":
+                return bool(inst.arg > behind and self.instructions[at + 1].opname == "BINARY_SUBSCR")
+            if inst.opname == "BINARY_SUBSCR" and behind < 2:
+                return not behind
             at += 1
-        if inst.opname == "BUILD_TUPLE" and inst.arg > behind:
-            return bool(self.instructions[at + 1].opname == "BINARY_SUBSCR")
-        return bool(inst.opname == "BINARY_SUBSCR" and not behind)
+            if inst.opname in _NOTHING:
+                continue
+            if not (_loads(inst) or inst.opname in _BESIDE):
+                return False
+            behind += dis.stack_effect(inst.opcode, inst.arg if inst.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
+            if behind < 1:  # it takes the value itself
+                return False
 
     def live(self, at: int, *, handlers: bool = False) -> frozenset[str]:
         """Locals that some way from ``at`` on may read before it writes them; with ``handlers`` also if exceptions are raised on the way.

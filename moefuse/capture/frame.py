@@ -168,7 +168,8 @@ class Frame(Attempt):
             return False
         code, at = self.code_of(tx), tx.instruction_pointer
         following = code.instructions[at]
-        return following.opname == "STORE_FAST" and code.only_in_indices(following.argval)
+        stored = following.opname == "STORE_FAST" and code.only_in_indices(following.argval)
+        return bool(stored or code.becomes_an_index(at))
 
     def numbers(self, tx: Any, variable: Any) -> Any:
         """The elements of a tensor or an array that is unpacked, where they are to be numbers; None to leave it to Dynamo."""

@@ -68,6 +68,38 @@ def test_something_else(function: Callable[..., Any]) -> None:
     assert not asks(function)
 
 
+def at_once(function: Callable[..., Any]) -> bool:
+    """Asked of what the first ``tolist()`` gives."""
+    code = Code(cleaned_instructions(function.__code__))
+    named = next(i for i, inst in enumerate(code.instructions) if inst.argval == "tolist")
+    return code.becomes_an_index(next(i for i, inst in enumerate(code.instructions) if i > named and inst.opname == "CALL") + 1)
+
+
+AT_ONCE: dict[str, tuple[Callable[..., Any], bool]] = {
+    "alone": (lambda x, rows: x[rows.tolist()], True),
+    "behind a constant": (lambda x, rows: x[None, rows.tolist()].sum(), True),
+    "beside another": (lambda x, rows, slots: x[rows.tolist(), slots.tolist(), None], True),
+    "beside an element": (lambda x, rows: x[rows.tolist(), rows.shape[0]], True),
+    "an element of it": (lambda x, rows: x[rows.tolist()[0]], False),
+    "what it is indexed by": (lambda x, rows: rows.tolist()[x], False),
+    "given away": (lambda x, rows: x[len(rows.tolist())], False),
+    "given away with another": (lambda x, rows: x[max(rows.tolist(), x.shape)], False),
+    "a method of it": (lambda x, rows: x[rows.tolist().pop()], False),
+    "in a tuple of the index": (lambda x, rows: x[0, (rows.tolist(), x)], False),
+    "added": (lambda x, rows: x[rows.tolist() * 2], False),
+    "returned": (lambda x, rows: rows.tolist(), False),
+    "kept as well": (lambda x, rows: (x[(kept := rows.tolist())], kept), False),
+    "one of two": (lambda x, rows: x[rows.tolist() or x], False),
+}
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_an_index_at_once(name: str) -> None:
+    """``x[rows.tolist()]``: what is not stored becomes an index, or something else besides."""
+    function, holds = AT_ONCE[name]
+    assert at_once(function) == holds
+
+
 def loop_alone(x: Any) -> Any:
     rows = x.tolist()
     for row in rows:

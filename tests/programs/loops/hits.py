@@ -30,6 +30,22 @@ class RowsOfNonzero(Layer):
 
 
 @positive
+class RowsAsLists(Layer):
+    """Numbers of tokens and slots as lists, written into the index."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out, mask = torch.zeros_like(x), F.one_hot(ids, num_classes=E).permute(2, 1, 0)
+        for e in range(E):
+            slot, tok = torch.where(mask[e])
+            if tok.shape[0] == 0:
+                continue
+            y = self.expert(e, x[None, tok.tolist()].reshape(-1, H)) * weights[tok.tolist(), slot.tolist(), None]
+            out.index_add_(0, tok, y)
+        return out
+
+
+@positive
 class ModuleListByRow(Layer):
     """transformers 4.57: ``self.experts[row]`` and ``mask[row].squeeze(0)``."""
 
