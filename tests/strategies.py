@@ -114,7 +114,7 @@ def _fit_spelling(s: Any, r: Routing, k: int) -> tuple[Any, Routing]:
         flat = False
     if isinstance(s, Filled) and s.find == "flat_mask" and r.recipe == "sort_slice":
         s = _with(s, find="flat_where")
-    if isinstance(s, Masked) and s.weight == "slot_loop" and s.accumulate == "stack_einsum":
+    if isinstance(s, Masked) and s.weight == "slot_loop" and s.accumulate in ("stack_einsum", "cat_dense"):
         s = _with(s, accumulate="stack_sum")
     r = _with(r, flat=flat)
     given = getattr(s, "weights", getattr(s, "weight", "")) == "given"

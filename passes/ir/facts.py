@@ -157,6 +157,15 @@ class Table(Fact):
 
 
 @dataclass(frozen=True, eq=False)
+class Begun(Fact):
+    """A table [tokens, E] of zeros in which the ``weights`` [tokens, K] of the slots in ``put`` stand so far."""
+
+    routing: Routing
+    weights: View
+    put: frozenset[int]
+
+
+@dataclass(frozen=True, eq=False)
 class Selection:
     """The rows of one expert: all (t, k) with ``ids[t, k] == expert``, or (``by_token``) all t with any such k (or just ``slot``).
 

@@ -363,10 +363,22 @@ def test_orders_of_something_else(function: Function) -> None:
     assert not isinstance(fact_of(function), Sorted)
 
 
+def slot_by_slot(scores: Any, *, order: tuple[int, ...] = (0, 1), of: int = 0, fill: float = 0.0) -> Any:
+    """A table in which the weights of one slot after the other are put; ``of``: how much later the slot of the weights is."""
+    weights, ids = scores.topk(K)
+    table = torch.full_like(scores, fill)
+    for k in order:
+        at = (k + of) % K
+        table.scatter_(1, ids[:, k : k + 1], weights[:, at : at + 1])
+    return table
+
+
 TABLES: list[tuple[Function, float, bool]] = [
     (lambda ids, weights, scores: torch.zeros_like(scores).scatter(1, ids, weights), 0.0, False),
     (lambda ids, weights, scores: scores.new_zeros((T, E)).scatter_(1, ids, weights), 0.0, False),
     (lambda ids, scores: torch.zeros_like(scores).scatter(1, ids, 1.0), 0.0, True),
+    (lambda scores: slot_by_slot(scores), 0.0, False),
+    (lambda scores: slot_by_slot(scores, order=(1, 0)), 0.0, False),
     (lambda ids, weights, scores: torch.full_like(scores, -math.inf).scatter(1, ids, weights), -math.inf, False),
     (lambda ids, weights, scores: torch.full_like(scores, -math.inf).scatter(1, ids, weights).softmax(-1), 0.0, False),
     (lambda ids, weights, scores: torch.full_like(scores, -math.inf).scatter(1, ids, weights).sigmoid(), 0.0, False),
@@ -391,6 +403,13 @@ def test_dense_tables(function: Function, fill: float, ones: bool) -> None:
         lambda ids, weights, scores: scores.scatter(1, ids, weights),  # what was there stays
         lambda ids, weights, scores: torch.zeros_like(scores).scatter(1, ids, weights) + scores,
         lambda scores: scores.softmax(-1),
+        lambda scores: slot_by_slot(scores, order=(0,)),  # the other slot is missing
+        lambda scores: slot_by_slot(scores, order=(0, 0)),
+        lambda scores: slot_by_slot(scores, of=1),  # the weights of the other slot
+        lambda scores: slot_by_slot(scores, fill=1.0),
+        lambda ids, weights, scores: (
+            torch.zeros_like(scores).scatter(1, ids[:, :1], weights[:, :1]).scatter(1, ids[:, 1:], weights[:, 1:])
+        ),  # twice
     ],
 )
 def test_tables_with_something_everywhere(function: Function) -> None:

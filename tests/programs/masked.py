@@ -23,6 +23,11 @@ def dense_weights(how: str, r: Routed, experts: int) -> Tensor:
             return torch.zeros(r.ids.shape[0], experts, dtype=r.weights.dtype, device=r.ids.device).scatter(1, r.ids, r.weights)
         case "scatter_":
             return torch.zeros_like(r.logits, dtype=r.weights.dtype).scatter_(dim=1, index=r.ids, src=r.weights)
+        case "scatter_slots":
+            dense = torch.zeros_like(r.logits, dtype=r.weights.dtype)
+            for k in range(r.ids.shape[1]):
+                dense.scatter_(dim=-1, index=r.ids[..., k : k + 1], src=r.weights[..., k : k + 1])
+            return dense
         case "onehot_sum":
             return (F.one_hot(r.ids, experts) * r.weights.unsqueeze(-1)).sum(dim=1)
         case "onehot_einsum":
@@ -115,18 +120,20 @@ class MaskedMix:
         return torch.stack(parts).sum(0) if self.s.accumulate == "stack_sum" else torch.stack(parts, dim=1).sum(dim=1)
 
     def einsum(self, store: ExpertStore, x: Tensor, r: Routed) -> Tensor:
-        """All experts stacked, combined by an einsum with dense weights."""
-        if self.s.weight in ("scatter", "onehot_einsum", "onehot_sum", "given"):
+        """All experts stacked, combined by an einsum, or a product and a sum, with dense weights."""
+        if self.s.weight in ("scatter", "scatter_slots", "onehot_einsum", "onehot_sum", "given"):
             dense = dense_weights(self.s.weight, r, store.count)
             dense = dense if self.hooks.experts is range else dense[:, list(self.hooks.experts(store.count))]
         else:
             columns = [self.hooks.weight(e, _weight(self.s.weight, r, None, e)) for e in self.hooks.experts(store.count)]
             dense = torch.stack(columns, dim=-1)
-        ys = torch.stack([self.expert(store, e, x) for e in self.hooks.experts(store.count)], dim=1)
-        return torch.einsum("te,teh->th", dense.to(ys.dtype), ys)
+        ys = [self.expert(store, e, x) for e in self.hooks.experts(store.count)]
+        if self.s.accumulate == "cat_dense":
+            return (dense.to(ys[0].dtype).unsqueeze(-1) * torch.cat([y.unsqueeze(-2) for y in ys], dim=-2)).sum(dim=-2)
+        return torch.einsum("te,teh->th", dense.to(ys[0].dtype), torch.stack(ys, dim=1))
 
     def __call__(self, store: ExpertStore, x: Tensor, r: Routed) -> Tensor:
-        if self.s.accumulate == "stack_einsum":
+        if self.s.accumulate in ("stack_einsum", "cat_dense"):
             return self.einsum(store, x, r)
         return (self.loop if self.s.accumulate in ("add", "iadd", "add_") else self.listed)(store, x, r)
 

@@ -17,7 +17,7 @@ from tests.programs.program import Dense, Filled, Masked, Program, Selected, Slo
 from tests.programs.routing import Routed, Router
 
 LOOPS, BATCHED = (Selected, Filled, Masked), (Slots, Sorted, Dense)
-LISTED = ("list_sum", "stack_sum", "stack_einsum", "stack_dim1", "cat_sum")
+LISTED = ("list_sum", "stack_sum", "stack_einsum", "stack_dim1", "cat_sum", "cat_dense")
 Alter = Callable[[MoE], None]
 
 

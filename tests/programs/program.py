@@ -182,8 +182,10 @@ class Filled(_Short):
 class Masked(_Short):
     """A loop over experts; each sees every token, and a mask or a dense routing weight picks the rows."""
 
-    weight: Literal["sum_mask", "where", "scatter", "onehot_einsum", "onehot_sum", "given", "slot_loop", "mask_mul", "top1"] = "sum_mask"
-    accumulate: Literal["add", "iadd", "list_sum", "stack_sum", "stack_einsum", "stack_dim1", "add_", "cat_sum"] = "add"
+    weight: Literal[
+        "sum_mask", "where", "scatter", "scatter_slots", "onehot_einsum", "onehot_sum", "given", "slot_loop", "mask_mul", "top1"
+    ] = "sum_mask"
+    accumulate: Literal["add", "iadd", "list_sum", "stack_sum", "stack_einsum", "stack_dim1", "add_", "cat_sum", "cat_dense"] = "add"
     hit: Literal["all", "where", "masked_fill", "chain", "replace"] = "all"
     """Tokens that an expert's rows are added to: all of them, or only those that chose it."""
 
@@ -218,7 +220,7 @@ class Dense(_Short):
     """Every expert on every token as one batched product, combined by dense routing weights."""
 
     product: Literal["bmm", "matmul", "einsum_te", "einsum_et"] = "bmm"
-    weights: Literal["scatter", "scatter_", "onehot_sum", "onehot_einsum", "given", "gather"] = "scatter"
+    weights: Literal["scatter", "scatter_", "scatter_slots", "onehot_sum", "onehot_einsum", "given", "gather"] = "scatter"
     rows: Literal["repeat", "expand", "gather", "numbers"] = "repeat"
     combine: Literal["mul_sum", "einsum", "bmm", "scatter_add_", "index_add"] = "mul_sum"
     table: Literal["by_token", "by_expert"] = "by_token"
@@ -302,9 +304,9 @@ def _routing_rules(p: Program) -> list[Rule]:
         (r.flat != reads_flat, "1-D ids and the spelling that reads them go together"),
         (r.recipe.startswith("neg_inf") != (how == "given"), "dense weights from the router and the spelling that reads them go together"),
         (r.recipe.startswith(("neg_inf", "topk")) and r.renorm != "none", "softmax over the chosen needs no renormalisation"),
-        (how == "slot_loop" and getattr(s, "accumulate", "") == "stack_einsum", "one term per expert"),
+        (how == "slot_loop" and getattr(s, "accumulate", "") in ("stack_einsum", "cat_dense"), "one term per expert"),
         (getattr(s, "hit", "") == "replace" and p.top_k != 1, "of several experts the last one would stay"),
-        (r.recipe == "inputs" and (loses_repeats or how in ("scatter", "scatter_")), "a repeated id would be lost"),
+        (r.recipe == "inputs" and (loses_repeats or how in ("scatter", "scatter_", "scatter_slots")), "a repeated id would be lost"),
     ]
 
 

@@ -10,14 +10,14 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import PRODUCTS
-from moefuse.passes.graph.sizes import same
+from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.infer.cone import cone_rows
 from moefuse.passes.infer.joined_features import joined as joined_features
 from moefuse.passes.infer.ranges import tells_none
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.anti_unify import generalise
-from moefuse.passes.ir.axes import Atom, Axes, Axis, extent
+from moefuse.passes.ir.axes import Atom, Axes, Axis, extent, fresh
 from moefuse.passes.ir.expr import Op, Token, walk
 from moefuse.passes.ir.facts import (
     Combined,
@@ -207,10 +207,11 @@ def _outputs(ctx: Context, node: Node, tensors: Any, dim: int, joined: bool) -> 
     rows: list[Rows] = []
     for item in tensors:
         fact = ctx.fact(item)
-        found = fact if isinstance(fact, Rows) else cone_rows(ctx, node, item, None) if isinstance(fact, View) else None
+        of, reader = (fact.root, item) if joined and isinstance(fact, View) and _with_one_more(fact, dim) else (item, node)
+        found = fact if isinstance(fact, Rows) else cone_rows(ctx, reader, of, None) if isinstance(fact, View) else None
         if found is None or found.domain.name != "masked":
             return None
-        if joined:
+        if joined and of is item:
             at = normalize(dim, len(found.axes))
             if found.axes[at]:
                 return None
@@ -225,6 +226,12 @@ def _outputs(ctx: Context, node: Node, tensors: Any, dim: int, joined: bool) -> 
     axes = list(rows[0].axes)
     axes.insert(normalize(dim, len(axes) + 1), (Atom("e", 0, len(rows)),))
     return Rows(tuple(axes), Domain("dense", routing), expr)
+
+
+def _with_one_more(view: View, dim: int) -> bool:
+    """Whether a view is all of its root, with one dimension more: ``y.unsqueeze(dim)``."""
+    at, value = normalize(dim, len(view.axes)), tensor(view.root)
+    return value is not None and not view.axes[at] and (*view.axes[:at], *view.axes[at + 1 :]) == fresh(shape_of(value))
 
 
 def _mixed(ctx: Context, rows: list[Rows]) -> Lost | None:

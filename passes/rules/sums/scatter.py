@@ -10,7 +10,7 @@ from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.axes import Atom, Axes
-from moefuse.passes.ir.facts import Fill, Index, Listed, Range, Rows, Sorted, Table
+from moefuse.passes.ir.facts import Begun, Column, Fill, Index, Listed, Range, Rows, Sorted, Table
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.counts import counts_of
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
@@ -29,6 +29,8 @@ def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, sr
     ones = isinstance(fill, Fill) and fill.value == 0.0 and len(shape) == 1 and constant(ctx, src) == 1.0
     if ones and ctx.calls[node].name == "scatter_add":  # type: ignore[union-attr]
         return counts_of(ctx, node, index, shape[0])
+    if isinstance(view, Column) and isinstance(fill, Fill | Begun) and is_integer(index):
+        return slot_put(ctx, node, fill, view, dim, ctx.fact(src))
     if not isinstance(fill, Fill) or view is None or not is_integer(index):
         return scatter_rows(ctx, node, target, dim, index, src)
     routing = routing_of(ctx, view)
@@ -44,6 +46,27 @@ def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, sr
     adds = adds or routing.distinct
     exact = weight if adds and fill.value == 0.0 and weight is not None and _lines_up(weight, view) else None
     return Table(table, routing, fill.value, None, node, table, slots=exact, ones=number == 1.0 and fill.value == 0.0)
+
+
+def slot_put(ctx: Context, node: Node, before: Fill | Begun, ids: Column, dim: int, weights: Any) -> Begun | Table | None:
+    """``table.scatter_(1, ids[:, k:k + 1], weights[:, k:k + 1])``, one slot after the other."""
+    routing = routing_of(ctx, ids.base)
+    roles = role_axes(ids.base, routing) if routing is not None else None
+    if routing is None or roles is None or not isinstance(weights, Column) or weights.slot != ids.slot or ids.axes[-1] or weights.axes[-1]:
+        return None
+    apart = routing.distinct or ctx.calls[node].name == "scatter_add"  # type: ignore[union-attr]
+    size, last = out_shape(node)[-1], normalize(dim, len(out_shape(node))) == len(roles) - 1
+    if not apart or not last or not isinstance(size, int) or not _lines_up(weights.base, ids.base) or len(out_shape(node)) != len(roles):
+        return None
+    table: Axes = (*roles[:-1], (Atom("e", 0, size),))
+    put = before.put if isinstance(before, Begun) else frozenset[int]()
+    begun = before.routing is routing and before.weights.root is weights.base.root if isinstance(before, Begun) else before.value == 0.0
+    if not begun or ids.slot in put:
+        return None
+    put |= {ids.slot}
+    if same(len(put), routing.top_k):
+        return Table(table, routing, 0.0, None, node, table, slots=weights.base)
+    return Begun(table, routing, weights.base, put)
 
 
 def scatter_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any) -> Any:
