@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 CODES: dict[str, str] = {
     "no-rule": "expert rows go through `{op}`, which has no rule: what it computes per row is unknown",
-    "not-row-local": "`{op}` mixes the rows of an expert, so its result depends on which other tokens were routed there",
+    "not-row-local": "`{op}` takes the rows of an expert together, so what it gives depends on which other tokens were routed there",
     "random": "`{op}` draws random numbers inside the expert",
     "hook": "a hook observes a value inside the experts",
     "value-escapes": "{name}, a value inside the experts, is also used outside them",

@@ -65,7 +65,7 @@ def test_a_statistic_of_the_rows_is_no_input_of_the_experts(name: str, skip: boo
         torch.testing.assert_close(compiled(x), model(x))
     assert seen.report.fused == []
     told = {s.message.partition(",")[0] for s in seen.report.skipped if s.code != "not-captured"}
-    assert told == {f"`{name}` mixes the rows of an expert"}
+    assert told == {f"`{name}` takes the rows of an expert together"}
 
 
 def test_spectral_norm_in_training() -> None:

@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[Callable[[], Layer], str, str]] = {
     "the largest": (lambda: Dense(torch.maximum), "not-combined", BY.format("maximum")),
     "from the other side": (lambda: Dense(lambda out, y: y - out), "not-combined", BY.format("sub")),
     "copied": (lambda: Other(lambda out, tok, y: out.index_copy_(0, tok, y)), "not-combined", "are assigned here, not added"),
-    "sums over rows": (hidden(lambda h: h.cumsum(0)), "not-row-local", "`cumsum` mixes the rows of an expert"),
+    "sums over rows": (hidden(lambda h: h.cumsum(0)), "not-row-local", "`cumsum` takes the rows of an expert together"),
     "a mean of nothing": (hidden(lambda h: h.unsqueeze(1).mean(1)), "no-rule", "`mean` in a way that its rule does not read"),
     "a constant for each row and more": (hidden(lambda h: h[:, :1] + torch.zeros_like(h)), "no-rule", "a constant that does not have"),
     "memory of nobody": (hidden(lambda h: h * torch.empty_like(h)), "no-rule", "`torch.empty_like(h)`"),

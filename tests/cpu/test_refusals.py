@@ -163,7 +163,9 @@ def group_of_one(patch: pytest.MonkeyPatch) -> None:
 
 CASES: dict[str, Case] = {
     "no-rule": Case(NoRule, "expert rows go through `digamma`, which has no rule: what it computes per row is unknown"),
-    "not-row-local": Case(NotRowLocal, "`mean` mixes the rows of an expert, so its result depends on which other tokens were routed there"),
+    "not-row-local": Case(
+        NotRowLocal, "`mean` takes the rows of an expert together, so what it gives depends on which other tokens were routed there"
+    ),
     "random": Case(Random, "`dropout` draws random numbers inside the expert"),
     "hook": Case(Hook, "a hook observes a value inside the experts"),
     "value-escapes": Case(ValueEscapes, "`y`, a value inside the experts, is also used outside them"),

@@ -68,7 +68,7 @@ def doubled() -> Layer:
     return layer
 
 
-MIXED = "`batch_norm` mixes the rows of an expert"
+MIXED = "`batch_norm` takes the rows of an expert together"
 WATCHED = "a hook observes a value inside the experts"
 CASES: dict[str, tuple[Callable[[], Layer], str, str]] = {
     "batch norm in training": (lambda: Normed().train(), "not-row-local", MIXED),
