@@ -18,6 +18,7 @@ from moefuse.passes.graph.op_classes import METADATA
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import has_linear
 from moefuse.passes.ir.facts import Lost, Many, Mask, Part, Routing, Rows, Sum, Table, Weight
+from moefuse.passes.match.unexplained import weights_of
 
 _FAR = 64
 """So many operations are looked at on the way back to a routing."""
@@ -84,9 +85,12 @@ class Families:
         """The first operation on the way from ids to a sum over experts whose result nothing is known of: what no rule reads."""
         ctx, family = self.ctx, self.of(routing)
         behind = self._leading_to(_ahead(ctx, anchor)[0])
+        computed = set[Node]()  # what experts gave, and what comes of it: nobody is chosen by that
         for node in sorted(behind, key=ctx.position.__getitem__):
             call = ctx.calls.get(node)
-            if call is None or ctx.facts.get(node) is not None or call.targets:
+            if ctx.position[node] > ctx.position[routing.node] and (weights_of(ctx, node) or not computed.isdisjoint(node.all_input_nodes)):
+                computed.add(node)
+            if call is None or ctx.facts.get(node) is not None or call.targets or node in computed:
                 continue
             for source in node.all_input_nodes:
                 fact = ctx.facts.get(source)

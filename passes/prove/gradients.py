@@ -54,11 +54,11 @@ class Graded:
             return ""
         given = [self.leaves[node] for node in self.wanted]
         grad = torch.randn(original.shape, generator=generator).to(original)
-        theirs = torch.autograd.grad(original, given, grad, allow_unused=True)
-        if not fused.requires_grad:
+        with torch.autocast(original.device.type, enabled=False):  # as programs run backward: outside of the autocast around their model
+            theirs = torch.autograd.grad(original, given, grad, allow_unused=True)
             ours: tuple[Tensor | None, ...] = (None,) * len(given)
-        else:
-            ours = torch.autograd.grad(fused, given, grad.reshape(fused.shape).to(fused), allow_unused=True)
+            if fused.requires_grad:
+                ours = torch.autograd.grad(fused, given, grad.reshape(fused.shape).to(fused), allow_unused=True)
         eps = torch.finfo(lowest(self.region, original.dtype)).eps
         for node, *pair in zip(self.wanted, theirs, ours, strict=True):
             rows = self._rows(node, self.leaves[node].detach()).double()

@@ -124,7 +124,7 @@ UNWRITTEN = "ids-out-of-range", "leaves rows of other ids as they are in memory"
 OTHERS = {
     "nothing": UNWRITTEN,
     "nobody": ("tokens-differ", "no rule reads"),
-    "the last": ("missing-experts", "below 7"),
+    "the last": ("tokens-differ", "no rule reads"),
     "where, the others": ("no-rule", "`where`"),
     **dict.fromkeys(("the others", "ones", "turned", "of weights", "written"), ("no-rule", "`masked_fill`")),
 }

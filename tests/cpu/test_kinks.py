@@ -91,7 +91,7 @@ KINKS: dict[str, tuple[Activation, str]] = {  # and what is reported; "" where i
     "squared clamp": (lambda h: h.clamp(min=0) ** 2, "relu2"),
     "squared relu": (lambda h: F.relu(h).square(), "relu2"),
     "product": (lambda h: (h > 0) * h, ""),
-    "maximum": (lambda h: torch.maximum(h, torch.zeros_like(h)), ""),
+    "maximum": (lambda h: torch.maximum(h, torch.zeros_like(h)), "custom"),
     "relu6": (lambda h: F.relu6(h), "custom"),
     "hardtanh": (lambda h: F.hardtanh(h), "custom"),
     "both limits": (lambda h: h.clamp(-1.0, 1.0), "custom"),

@@ -109,6 +109,7 @@ def compare(combine: Combine, shape: tuple[int, int], grad: bool) -> Seen:
 
 ALWAYS = [(slots_first, (1, 1)), (slots_first, (3, 1)), (tokens_first, (3, 1)), (by_place, (1, 4))]
 OFTEN = [(c, s) for c in (slots_first, tokens_first, by_place, by_sequence) for s in ((1, 1), (3, 1), (1, 4)) if (c, s) not in ALWAYS]
+OFTEN.remove((by_sequence, (1, 1)))  # with one of each no rule says which of the two the number is
 
 
 @pytest.mark.parametrize(("combine", "shape"), [*ALWAYS, *(pytest.param(*one, marks=pytest.mark.sampled(3)) for one in OFTEN)])
