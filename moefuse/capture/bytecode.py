@@ -165,16 +165,16 @@ class Code:
             names = _names(inst)
             if name not in names or inst.opname == "STORE_FAST":
                 continue
-            if not _loads(inst) or names.count(name) != 1 or not self._indexes(i + 1, len(names) - 1 - names.index(name)):
+            if not _loads(inst) or names.count(name) != 1 or not self.becomes_an_index(i + 1, under=len(names) - 1 - names.index(name)):
                 return False
         return True
 
-    def becomes_an_index(self, at: int) -> bool:
-        """Whether the value that is on the stack in front of an instruction becomes an index, and nothing else."""
-        return self._indexes(at, 0)
+    def becomes_an_index(self, at: int, *, under: int = 0) -> bool:
+        """Whether the value that is ``under`` others on the stack in front of an instruction becomes an index, and nothing else.
 
-    def _indexes(self, at: int, behind: int) -> bool:
-        """Whether the value under the ``behind`` last ones becomes an index, alone or in a tuple of what is computed around it."""
+        Alone or in a tuple of what is computed around it.
+        """
+        behind = under
         while True:
             inst = self.instructions[at]
             if inst.opname == "BUILD_TUPLE":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -109,7 +110,7 @@ def compare(combine: Combine, shape: tuple[int, int], grad: bool) -> Seen:
 
 ALWAYS = [(slots_first, (1, 1)), (slots_first, (3, 1)), (tokens_first, (3, 1)), (by_place, (1, 4))]
 OFTEN = [(c, s) for c in (slots_first, tokens_first, by_place, by_sequence) for s in ((1, 1), (3, 1), (1, 4)) if (c, s) not in ALWAYS]
-OFTEN.remove((by_sequence, (1, 1)))  # with one of each no rule says which of the two the number is
+OFTEN.remove((by_sequence, (1, 1)))  # no rule says which of the two is meant: below
 
 
 @pytest.mark.parametrize(("combine", "shape"), [*ALWAYS, *(pytest.param(*one, marks=pytest.mark.sampled(3)) for one in OFTEN)])
@@ -120,8 +121,10 @@ def test_one_token(combine: Combine, shape: tuple[int, int]) -> None:
         assert (len(seen.report.fused), seen.report.skipped) == (1, []), seen.report
 
 
-@pytest.mark.parametrize("combine", [first_place, number_of_another])
-@pytest.mark.parametrize("shape", [(3, 1), (2, 3)])
+ALIKE = [(by_sequence, (1, 1)), *itertools.product([first_place, number_of_another], [(3, 1), (2, 3)])]
+
+
+@pytest.mark.parametrize(("combine", "shape"), ALIKE)
 def test_what_only_looks_alike_with_one(combine: Combine, shape: tuple[int, int]) -> None:
     """With one token a sequence some of it is the same as above; whatever is fused is right."""
     compare(combine, shape, grad=False)

@@ -174,8 +174,7 @@ def _install_calls(tensors: type) -> None:
 
         for owner, name, hook in ((tensors, "call_method", _on_method), (TorchInGraphFunctionVariable, "call_function", _on_function)):
             _wrap(owner, name, hook)
-            _wrap(owner, name, functools.partial(_on_split, name))
-            _wrap(owner, name, functools.partial(_on_count, name))
+            _wrap(owner, name, functools.partial(_on_named, name))
 
 
 def before_tracing(prepare: Prepare) -> None:
@@ -412,28 +411,33 @@ def _on_method(original: Any, self: Any, translator: Any, name: str, args: Any, 
     return fresh_leaves.make(translator.output, functools.partial(original, self, translator, name, args), kwargs, [self, *args])
 
 
-def _on_split(way: str, original: Any, self: Any, translator: Any, *given: Any) -> Any:
-    # ``rows.split(list(counts))``: Python makes numbers of these tensors, and Dynamo breaks the graph.
+def _on_named(way: str, original: Any, self: Any, translator: Any, *given: Any) -> Any:
+    call = _NAMED.get(given[0] if way == "call_method" else getattr(self.value, "__name__", ""))
     observer = getattr(translator.output, _KEPT, None)
-    name = given[0] if way == "call_method" else getattr(self.value, "__name__", "")
-    if name not in ("split", "split_with_sizes") or observer is None or not observer.scalars:
+    if call is None or observer is None:
+        return original(self, translator, *given)
+    return call(observer, way, original, self, translator, *given)
+
+
+def _split(observer: Observer, _: str, original: Any, self: Any, translator: Any, *given: Any) -> Any:
+    # ``rows.split(list(counts))``: Python makes numbers of these tensors, and Dynamo breaks the graph.
+    if not observer.scalars:
         return original(self, translator, *given)
     *before, args, kwargs = given
     args, kwargs = [values.with_numbers(translator, a) for a in args], {k: values.with_numbers(translator, v) for k, v in kwargs.items()}
     return original(self, translator, *before, args, kwargs)
 
 
-def _on_count(way: str, original: Any, self: Any, translator: Any, *given: Any) -> Any:
+def _count(observer: Observer, way: str, original: Any, self: Any, translator: Any, *given: Any) -> Any:
     # ``torch.bincount(ids, minlength=E)``, whose length Dynamo does not know.
-    observer = getattr(translator.output, _KEPT, None)
-    name = given[0] if way == "call_method" else getattr(self.value, "__name__", "")
-    if name != "bincount" or observer is None:
-        return original(self, translator, *given)
     *_, args, named = given
     ids = [self, *args] if way == "call_method" else [*args, *([named["input"]] if "input" in named else [])]
     named = {key: value for key, value in named.items() if key != "input"}
     known = observer.counted(translator, ids[0], ids[1:], named) if ids else None
     return original(self, translator, *given) if known is None else known
+
+
+_NAMED: dict[str, Callable[..., Any]] = {"split": _split, "split_with_sizes": _split, "bincount": _count}
 
 
 def _on_item(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -60,9 +60,7 @@ def restricted(ctx: Context, node: Node, fact: Mask | Table, other: Any) -> Mask
         return None
     routings = ctx.scratch(_Valid).of
     routing = routings.setdefault((fact.routing, other.root), replace(fact.routing, valid=other.root))
-    if isinstance(fact, Mask):
-        return replace(fact, axes=axes, routing=routing)
-    return replace(fact, axes=axes, routing=routing, root=None, root_axes=(), slots=None)
+    return _of(routing, replace(fact, axes=axes))
 
 
 def _weighed(ctx: Context, node: Node, chosen: Mask | Table, condition: Node) -> Mask | Table | None:
@@ -82,9 +80,14 @@ def _weighed(ctx: Context, node: Node, chosen: Mask | Table, condition: Node) ->
     if isinstance(chosen, Table) and chosen.slot == column.slot and is_slot_weight(column.base, chosen.routing):
         return sparse_entries.compared(ctx, node, replace(chosen, slots=column.base, ones=False), above=above)
     routing = sparse_entries.of_table(ctx, chosen.routing, column.base, above=above) if chosen.expert == column.slot else None
-    if routing is None or isinstance(chosen, Mask):
-        return None if routing is None else replace(chosen, routing=routing)
-    return replace(chosen, routing=routing, root=None, root_axes=(), slots=None)
+    return None if routing is None else _of(routing, chosen)
+
+
+def _of(routing: Routing, fact: Mask | Table) -> Mask | Table:
+    """A mask of the same entries under a routing with fewer slots; no tensor holds what it would be a table of."""
+    if isinstance(fact, Mask):
+        return replace(fact, routing=routing)
+    return replace(fact, routing=routing, root=None, root_axes=(), slots=None)
 
 
 def _of_tokens(column: Column) -> Axes:
