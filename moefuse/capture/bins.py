@@ -25,13 +25,21 @@ def traced(translator: Any, ids: Any, args: Sequence[Any], named: Mapping[str, A
     if len(given) != len(args) + len(named) or not given.keys() <= {"weights", "minlength"}:
         return None
     node, size = values.tensor_node(values.realized(ids)), values.known(given.get("minlength"))
-    if node is None or type(size) is not int or not _below(translator, node, size):
+    if node is None or type(size) is not int or _value(node).dim() != 1 or not _below(translator, node, size):
         return None
     weights = values.realized(given["weights"]) if "weights" in given else None
     if weights is None or values.is_constant(weights):
         return _sum(translator, node, size) if weights is None or weights.as_python_constant() is None else None
     added = values.tensor_node(weights)
     return _sum(translator, node, size, added) if added is not None and _plain(_value(added), _value(node)) else None
+
+
+def numbers(translator: Any, ids: Node, size: int) -> Node | None:
+    """How often ids (of any shape) are each of ``range(size)`` [size]; None where others may be among them."""
+    if not _below(translator, ids, size):
+        return None
+    flat = values.call(translator, "flatten", ids).as_proxy().node
+    return _sum(translator, flat, size).as_proxy().node  # type: ignore[no-any-return]
 
 
 def _value(node: Node) -> torch.Tensor:
@@ -48,11 +56,11 @@ def _plain(weights: torch.Tensor, ids: torch.Tensor) -> bool:
 
 
 def _below(translator: Any, ids: Node, size: int) -> bool:
-    """Whether each number of a vector is one of ``range(size)``: places among that many scores, which nobody has written to."""
+    """Whether each number of a tensor is one of ``range(size)``: places among that many scores, which nobody has written to."""
     from moefuse.passes.infer.ranges import holds
 
     count = guess.choices(ids)
-    if count is None or not 0 < count <= size or _value(ids).dim() != 1:
+    if count is None or not 0 < count <= size:
         return False
     held = [value for node in _behind(ids) for value in _integers(node)]
     if not all(holds(value.dtype, (0, count - 1)) for value in held):

@@ -6,7 +6,7 @@ Instructions are Dynamo's: ``opname``, ``argval``, ``target`` (an instruction), 
 from __future__ import annotations
 
 import dis
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 Instruction = Any
@@ -19,7 +19,8 @@ _ALWAYS_JUMPS = frozenset(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "JU
 RETURNS = frozenset(("RETURN_VALUE", "RETURN_CONST"))
 _ENDS = frozenset(("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"))
 
-_BESIDE = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "PUSH_NULL", "KW_NAMES", "PRECALL", "CALL", "BINARY_SUBSCR"))
+_MAKES_ONE = frozenset(("BUILD_TUPLE", "CALL", "CALL_KW", "BINARY_SUBSCR", "BINARY_OP"))
+_BESIDE = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "PUSH_NULL", "KW_NAMES", "PRECALL", *_MAKES_ONE))
 """What the other parts of an index may be computed by: ``w[rows.tolist(), slots.tolist(), None]``."""
 
 _CONSTANT_MESSAGE = frozenset(("LOAD_CONST", "PRECALL", "CALL", "CALL_FUNCTION", "CACHE"))
@@ -174,21 +175,57 @@ class Code:
 
         Alone or in a tuple of what is computed around it.
         """
+        taken, behind = self._taken(at, under)
+        if taken is None:
+            return False
+        name = self.instructions[taken].opname
+        return not behind if name == "BINARY_SUBSCR" else name == "BUILD_TUPLE" and self.instructions[taken + 1].opname == "BINARY_SUBSCR"
+
+    def zipped(self, at: int) -> bool:
+        """Whether the value on top of the stack in front of an instruction goes into ``zip(...)``, and a plain ``for`` through that.
+
+        At once, or as a local that nothing else reads, or as what something is split by.
+        """
+        under, inst = 0, self.instructions[at]
+        if inst.opname == "STORE_FAST":
+            uses = [i for i, other in enumerate(self.instructions) if inst.argval in _names(other) and i != at]
+            names = _names(self.instructions[uses[0]]) if uses else ()
+            if len(uses) != 1 or uses[0] < at or not _loads(self.instructions[uses[0]]) or names.count(inst.argval) != 1:
+                return False
+            at, under = uses[0] + 1, len(names) - 1 - names.index(inst.argval)
+        call, _ = self._taken(at, under)
+        if call is None:
+            return False
+        if self._calls(call, "split", ("LOAD_METHOD", "LOAD_ATTR")):
+            return self.zipped(call + 1)
+        return self.goes_through(call) and self._calls(call, "zip", ("LOAD_GLOBAL",))
+
+    def _calls(self, call: int, name: str, loads: Collection[str]) -> bool:
+        """Whether an instruction calls what another has loaded by a name."""
+        found = [i for i, inst in enumerate(self.instructions[:call]) if inst.opname in loads and inst.argval == name]
+        return (call, self.instructions[call].arg) in [self._taken(i + 1, 0) for i in found]
+
+    def goes_through(self, call: int) -> bool:
+        """Whether a plain ``for`` goes through what an instruction calls for, and nothing else has it."""
+        following = self.landing(call + 1)
+        calls = self.instructions[call].opname in ("CALL", "CALL_KW")
+        return calls and following is not None and self.instructions[following].opname == "GET_ITER" and self.plain_for(following)
+
+    def _taken(self, at: int, under: int) -> tuple[int | None, int]:
+        """The instruction that takes the value which is ``under`` others on the stack in front of ``at``, and how many then are on it.
+
+        None where what is computed beside it is no plain load or call.
+        """
         behind = under
         while True:
             inst = self.instructions[at]
-            if inst.opname == "BUILD_TUPLE":
-                return bool(inst.arg > behind and self.instructions[at + 1].opname == "BINARY_SUBSCR")
-            if inst.opname == "BINARY_SUBSCR" and behind < 2:
-                return not behind
+            takes = _takes(inst)
+            if takes > behind:
+                return at, behind
+            if not (takes or _loads(inst) or inst.opname in _BESIDE or inst.opname in _NOTHING):
+                return None, 0
+            behind += 1 - takes if inst.opname in _MAKES_ONE else _effect(inst)
             at += 1
-            if inst.opname in _NOTHING:
-                continue
-            if not (_loads(inst) or inst.opname in _BESIDE):
-                return False
-            behind += dis.stack_effect(inst.opcode, inst.arg if inst.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
-            if behind < 1:  # it takes the value itself
-                return False
 
     def live(self, at: int, *, handlers: bool = False) -> frozenset[str]:
         """Locals that some way from ``at`` on may read before it writes them; with ``handlers`` also if exceptions are raised on the way.
@@ -230,6 +267,20 @@ def empties(instructions: Sequence[Instruction], at: int) -> bool:
     if len(rest) > 2 and rest[0].opname == "LOAD_CONST" and rest[0].argval == 0 and rest[1].opname == "COMPARE_OP":
         rest = rest[2:]
     return bool(rest) and "JUMP" in rest[0].opname and rest[0].opname.endswith(("IF_TRUE", "IF_FALSE")) and "OR_POP" not in rest[0].opname
+
+
+def _takes(inst: Instruction) -> int:
+    """How many values an instruction takes from the stack, of those that compute an index or an argument."""
+    count = {"BUILD_TUPLE": 0, "CALL": 2, "CALL_KW": 3}.get(inst.opname)
+    if count is not None:
+        return int(inst.arg) + count
+    return {"BINARY_SUBSCR": 2, "BINARY_OP": 2, "LOAD_ATTR": 1, "LOAD_METHOD": 1}.get(inst.opname, 0)
+
+
+def _effect(inst: Instruction) -> int:
+    if inst.opname in ("PRECALL", "KW_NAMES"):  # what they announce CALL does
+        return 0
+    return dis.stack_effect(inst.opcode, inst.arg if inst.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
 
 
 def _loads(inst: Instruction) -> bool:

@@ -80,6 +80,8 @@ class Frame(Attempt):
         name = tx.instructions[at].opname
         if name == "BINARY_SUBSCR":
             self.loops.subscript(tx)
+        elif name in ("CALL", "CALL_KW"):
+            self.loops.occurrences.call(tx, at)
         elif name.startswith("FORMAT_"):
             self.loops.formatted(tx, tx.instructions[at])
         if tx.f_code.co_flags & GENERATOR and name not in _MAKES_GENERATOR:

@@ -22,7 +22,8 @@ _COMPARES: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 _COUNTS = frozenset(("sum", "count_nonzero", "bincount", "histc", "getitem", "select", "numel", "any", "max", "amax"))
 _KEEPS_IDS = frozenset(("one_hot", "permute", "transpose", "movedim", "unsqueeze"))
-_UNIQUE = frozenset(("unique",))
+_UNIQUE = frozenset(("unique", "unique_consecutive"))
+_SAME = frozenset(("cpu", "long", "int", "detach", "to", "contiguous", "flatten", "numpy", "view_as"))
 _NOT = frozenset(("logical_not", "bitwise_not", "invert", "not_"))
 
 
@@ -78,7 +79,33 @@ def _unique(node: Node) -> Node | None:
     made = node.args[0] if several else node
     if not isinstance(made, Node) or _name(made) not in _UNIQUE or several is isinstance(_value(made), torch.Tensor):
         return None
-    return made if set(made.kwargs) <= {"sorted", "return_counts"} and choices(made.args[0]) is not None else None
+    return made if _plainly(made) else None
+
+
+def _plainly(made: Node) -> bool:
+    """Whether a ``unique`` gives each id once, and how many there may be is known."""
+    if set(made.kwargs) - {"sorted", "return_counts"} or len(made.args) != 1 or choices(made.args[0]) is None:
+        return False
+    ids: Any = made.args[0]
+    return _name(made) != "unique_consecutive" or (_name(ids) == "getitem" and bool(ids.args[1] == 0) and _name(ids.args[0]) == "sort")
+
+
+def occurring(node: Node | None) -> tuple[Node, str] | None:
+    """(``unique(ids, return_counts=True)``, "ids") of its distinct ids, "counts" of how often each is there, "ends" of their sum so far."""
+    summed = False
+    for _ in range(8):
+        value = None if node is None else _value(node)
+        if node is None or not isinstance(value, torch.Tensor) or value.dtype not in (torch.int64, torch.int32) or not node.args:
+            return None
+        name, first = _name(node), node.args[0]
+        if name == "getitem" and isinstance(first, Node) and node.args[1] in (0, 1):
+            counted = isinstance(_value(first), tuple | list) and len(_value(first)) == 2 and first.kwargs.get("return_counts") is True
+            what = ("ids", "counts")[node.args[1]] if not summed else ("", "ends")[node.args[1]]  # type: ignore[index]
+            return (first, what) if what and counted and _name(first) in _UNIQUE and _plainly(first) else None
+        if name not in _SAME and (summed or name != "cumsum"):
+            return None
+        summed, node = summed or name == "cumsum", first if isinstance(first, Node) else None
+    return None
 
 
 def _whole(index: Any) -> bool:

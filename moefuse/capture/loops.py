@@ -11,6 +11,7 @@ from moefuse.capture import guess, modules
 from moefuse.capture.attempt import Attempt
 from moefuse.capture.bytecode import GENERATOR
 from moefuse.capture.dynamo import values
+from moefuse.capture.occurrences import Occurrences
 from moefuse.capture.opened import Loop
 from moefuse.capture.scopes import Scopes
 from moefuse.passes.graph import symbols
@@ -25,6 +26,7 @@ class Loops:
 
     def __init__(self, attempt: Attempt, scopes: Scopes) -> None:
         self.attempt, self.scopes = attempt, scopes
+        self.occurrences = Occurrences(attempt)
         self._iterators: dict[int, tuple[Any, Loop]] = {}
         self._lists: dict[int, tuple[Any, Loop]] = {}
         self._next: tuple[Any, Loop, Any] | None = None
@@ -35,7 +37,7 @@ class Loops:
         """The rows of a mask as a list of numbers for ``tolist()``, where only a ``for`` will read that list; else None."""
         source = guess.mask_of(values.tensor_node(variable)) if self.attempt.active else None
         if source is None or not self._only_for(tx):
-            return None
+            return self.occurrences.listed(tx, variable)
         value = values.tensor_node(variable).meta["example_value"]  # type: ignore[union-attr]
         if value.dim() != 1:
             return None
@@ -47,8 +49,9 @@ class Loops:
     def get_iter(self, tx: Any, at: int) -> None:
         """``for row in mask.nonzero():`` becomes a loop over all rows."""
         listed = self._lists.get(id(tx.stack[-1]))
-        if listed is not None:
-            self._next = (tx, listed[1], None)
+        loop = self.occurrences.get_iter(tx, self._loop) if listed is None else listed[1]
+        if loop is not None:
+            self._next = (tx, loop, None)
             return
         top = values.realized(tx.stack[-1])
         node = values.tensor_node(top)

@@ -177,6 +177,18 @@ CUTS = {
     ),
     "iadd": ("sizes = counts.tolist()", "for e, n in enumerate(sizes):", "end = start + n", "start += n"),
     "raised": ("sizes = counts.tolist()\nnext = 0", "for e, n in enumerate(sizes):", "start, end = next, next + n\nnext = end", ""),
+    "occurring": (
+        "found, numbers = torch.unique(ids, return_counts=True)\nexperts = found.tolist()",
+        "for e, n in zip(experts, numbers.tolist()):",
+        "end = start + n",
+        "start = end",
+    ),
+    "occurring_ends": (
+        "found, numbers = ids.flatten().sort()[0].unique_consecutive(return_counts=True)",
+        "for e, end in zip(found.tolist(), numbers.cumsum(0).tolist()):",
+        "n = end - start",
+        "start = end",
+    ),
 }
 """Before the loop; its head; where an expert's slots begin and end; what the next expert needs."""
 
@@ -442,8 +454,8 @@ def sensible(p: Loop) -> bool:
             return False
         if p.order != "argsort" and (p.add in ("append", "fill") or p.rows == "slots" or "order" in twist):
             return False  # there is no permutation
-        if p.order == "map_counted" and "counts" in twist:
-            return False  # they are replaced
+        if "counts" in twist and (p.order == "map_counted" or p.cut.startswith("occurring")):
+            return False  # they are replaced, or not read
         joined = p.twist.startswith("list_") or "join" in twist
         return not ((joined and p.add != "append") or (p.rows != "rows" and p.twist == "starts_late"))
     if p.gather == "counted" and (p.over != "range" or p.skip in ("no", "any")):

@@ -74,7 +74,7 @@ def _numbers(variable: Any) -> list[Any]:
     from torch._dynamo.variables.tensor import SymNodeVariable
 
     variable = plain(variable)
-    return [variable] if isinstance(variable, SymNodeVariable) else [n for item in _items(variable) for n in _numbers(item)]
+    return [variable] if isinstance(variable, SymNodeVariable) else [n for item in items(variable) for n in _numbers(item)]
 
 
 def contains(translator: Any, items: list[Any], search: Any) -> Any:
@@ -103,7 +103,8 @@ def number_like(variable: Any) -> bool:
     return symbolic(variable) or (is_constant(variable) and isinstance(variable.as_python_constant(), int | float | complex))
 
 
-def _items(variable: Any) -> list[Any]:
+def items(variable: Any) -> list[Any]:
+    """What is in a list or tuple; nothing for anything else."""
     from torch._dynamo.variables.lists import BaseListVariable
 
     return list(variable.items) if isinstance(variable, BaseListVariable) else []
@@ -217,10 +218,10 @@ def call(translator: Any, target: Any, *args: Any, **named: Any) -> Any:
 
 def with_numbers(translator: Any, variable: Any) -> Any:
     """A list or tuple in which tensors of one integer are numbers, recorded in the graph; any other variable as it is."""
-    items = _items(plain(variable))
-    if not any(map(_one_integer, items)):
+    found = items(plain(variable))
+    if not any(map(_one_integer, found)):
         return variable
-    return new_list([plain(i).call_method(translator, "item", [], {}) if _one_integer(i) else i for i in items])
+    return new_list([plain(i).call_method(translator, "item", [], {}) if _one_integer(i) else i for i in found])
 
 
 def _one_integer(variable: Any) -> bool:
@@ -235,6 +236,14 @@ def new_list(items: list[Any]) -> Any:
     from torch._dynamo.variables.lists import ListVariable
 
     return ListVariable(items, mutation_type=ValueMutationNew())
+
+
+def new_tuple(items: list[Any]) -> Any:
+    """A new Python tuple."""
+    from torch._dynamo.variables.base import ValueMutationNew
+    from torch._dynamo.variables.lists import TupleVariable
+
+    return TupleVariable(items, mutation_type=ValueMutationNew())
 
 
 def graph_of(translator: Any) -> torch.fx.Graph:

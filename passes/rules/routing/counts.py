@@ -15,9 +15,9 @@ from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.infer.symbolic_sizes import refine, settle
 from moefuse.passes.ir.axes import Atom
-from moefuse.passes.ir.facts import Counts, Occurring, Range, Routing, Sorted, View
+from moefuse.passes.ir.facts import Counts, Many, Occurring, Present, Range, Routing, Sorted, View
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing.ids import all_of_them, is_integer, role_axes
+from moefuse.passes.rules.routing.ids import all_of_them, is_integer, out_length, role_axes
 from moefuse.passes.rules.routing.masks import counted
 from moefuse.passes.rules.routing.offsets import exact
 
@@ -69,6 +69,20 @@ def _all_ids(ctx: Context, x: Node) -> Routing | None:
         return fact.order.routing if fact.of == "ids" else None
     routing = routing_of(ctx, fact) if isinstance(fact, View) and is_integer(x) else None
     return routing if routing is not None and all_of_them(role_axes(fact, routing), routing) else None
+
+
+@rule("unique", "unique_consecutive", shown=("sorted",))
+def on_unique(ctx: Context, node: Node, ids: Node, *, return_counts: bool = False) -> Any:
+    """``ids.unique()``, where the ids are known to be below some number; of sorted ids also those that differ from the one before."""
+    if ctx.calls[node].name == "unique_consecutive" and not isinstance(ctx.fact(ids), Sorted):  # type: ignore[union-attr]
+        return None
+    routing = _all_ids(ctx, ids)
+    count = routing.choices if routing is not None else None
+    if routing is None or not isinstance(count, int):
+        return None
+    # Of numbers that belong to whoever occurs nobody knows whose the first one is.
+    found = Present(((Atom("r", 0, out_length(node)),),), routing, count)
+    return Many((found, None)) if return_counts else found
 
 
 def uncast(ctx: Context, x: Node) -> tuple[Node, list[torch.dtype]]:

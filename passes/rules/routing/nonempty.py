@@ -9,12 +9,10 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize
-from moefuse.passes.ir.axes import Atom
-from moefuse.passes.ir.facts import Counts, Fill, Hit, Many, Mask, Present, Span, Table
+from moefuse.passes.ir.facts import Counts, Fill, Hit, Mask, Span, Table
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing.ids import all_of_them, is_integer, out_length, role_axes
+from moefuse.passes.rules.routing.ids import is_integer
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
@@ -60,22 +58,6 @@ def all_dims(fact: Any, dim: Any) -> set[int]:
     if dim is None:
         return set(range(rank))
     return {normalize(d, rank) for d in (dim if isinstance(dim, tuple | list) else (dim,))}
-
-
-@rule("unique", shown=("sorted",))
-def on_unique(ctx: Context, node: Node, ids: Node, *, return_counts: bool = False) -> Any:
-    """``ids.unique()``, where the ids are known to be below some number."""
-    view = ctx.view(ids)
-    routing = routing_of(ctx, view) if view is not None and is_integer(ids) else None
-    count = routing.choices if routing is not None else None
-    axes = role_axes(view, routing) if view is not None and routing is not None else None
-    if routing is None or axes is None or not isinstance(count, int):
-        return None
-    if not all_of_them(axes, routing):
-        return None
-    # Of numbers that belong to whoever occurs nobody knows whose the first one is.
-    found = Present(((Atom("r", 0, out_length(node)),),), routing, count)
-    return Many((found, None)) if return_counts else found
 
 
 @rule("item")
