@@ -6,6 +6,7 @@ Instructions are Dynamo's: ``opname``, ``argval``, ``target`` (an instruction), 
 from __future__ import annotations
 
 import dis
+import opcode
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ Instruction = Any
 GENERATOR = 0x20 | 0x80 | 0x200
 """Flags of code whose frame stops and goes on."""
 
+_SUBSCRIPT = next((i for i, (name, _) in enumerate(getattr(opcode, "_nb_ops", ())) if name == "NB_SUBSCR"), None)
 _NOTHING = frozenset(("NOP", "EXTENDED_ARG", "CACHE", "NOT_TAKEN", "RESUME"))
 _ALWAYS_JUMPS = frozenset(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_NO_INTERRUPT", "JUMP"))
 RETURNS = frozenset(("RETURN_VALUE", "RETURN_CONST"))
@@ -156,7 +158,7 @@ class Code:
             following = self.instructions[i + 1]
             reads = following.opname in ("LOAD_METHOD", "LOAD_ATTR") and following.argval == "item"
             last = inst.opname.startswith("LOAD_FAST") and names[-1] == name and names.count(name) == 1
-            if not last or not (following.opname == "BINARY_SUBSCR" or reads):
+            if not last or not (subscripts(following) or reads):
                 return False
         return True
 
@@ -178,8 +180,8 @@ class Code:
         taken, behind = self._taken(at, under)
         if taken is None:
             return False
-        name = self.instructions[taken].opname
-        return not behind if name == "BINARY_SUBSCR" else name == "BUILD_TUPLE" and self.instructions[taken + 1].opname == "BINARY_SUBSCR"
+        inst = self.instructions[taken]
+        return not behind if subscripts(inst) else inst.opname == "BUILD_TUPLE" and subscripts(self.instructions[taken + 1])
 
     def zipped(self, at: int) -> bool:
         """Whether the value on top of the stack in front of an instruction goes into ``zip(...)``, and a plain ``for`` through that.
@@ -202,8 +204,10 @@ class Code:
 
     def _calls(self, call: int, name: str, loads: Collection[str]) -> bool:
         """Whether an instruction calls what another has loaded by a name."""
-        found = [i for i, inst in enumerate(self.instructions[:call]) if inst.opname in loads and inst.argval == name]
-        return (call, self.instructions[call].arg) in [self._taken(i + 1, 0) for i in found]
+        inst = self.instructions[call]
+        given = inst.arg + (inst.opname == "CALL_KW")  # the names of keywords are a value, too
+        found = [self._taken(i + 1, 0) for i, load in enumerate(self.instructions[:call]) if load.opname in loads and load.argval == name]
+        return (call, given) in found or (call, given + 1) in found  # NULL is on it, or under it
 
     def goes_through(self, call: int) -> bool:
         """Whether a plain ``for`` goes through what an instruction calls for, and nothing else has it."""
@@ -269,6 +273,11 @@ def empties(instructions: Sequence[Instruction], at: int) -> bool:
     return bool(rest) and "JUMP" in rest[0].opname and rest[0].opname.endswith(("IF_TRUE", "IF_FALSE")) and "OR_POP" not in rest[0].opname
 
 
+def subscripts(inst: Instruction) -> bool:
+    """Whether an instruction is ``container[index]``; from Python 3.14 on that is one of the operators with two operands."""
+    return inst.opname == "BINARY_SUBSCR" or bool(inst.opname == "BINARY_OP" and inst.arg == _SUBSCRIPT)
+
+
 def _takes(inst: Instruction) -> int:
     """How many values an instruction takes from the stack, of those that compute an index or an argument."""
     count = {"BUILD_TUPLE": 0, "CALL": 2, "CALL_KW": 3}.get(inst.opname)
@@ -285,7 +294,7 @@ def _effect(inst: Instruction) -> int:
 
 def _loads(inst: Instruction) -> bool:
     """Whether an instruction puts plain locals or a constant on the stack, and does nothing else."""
-    return inst.opname == "LOAD_CONST" or (inst.opname.startswith("LOAD_FAST") and "CLEAR" not in inst.opname)
+    return inst.opname in ("LOAD_CONST", "LOAD_SMALL_INT") or (inst.opname.startswith("LOAD_FAST") and "CLEAR" not in inst.opname)
 
 
 def _names(inst: Instruction) -> tuple[str, ...]:

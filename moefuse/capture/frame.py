@@ -13,7 +13,7 @@ from moefuse import _torch_private
 from moefuse.capture import bins, branches, counts, functions, modules
 from moefuse.capture.appends import Appends
 from moefuse.capture.attempt import OTHER_WAY, Attempt
-from moefuse.capture.bytecode import GENERATOR
+from moefuse.capture.bytecode import GENERATOR, subscripts
 from moefuse.capture.dynamo import control, creation_clock, values
 from moefuse.capture.loops import Loops
 from moefuse.capture.scopes import Scopes
@@ -78,7 +78,7 @@ class Frame(Attempt):
         if self.numpy and counts.asks_for_type(tx, tx.instructions[at]):
             self.retreat([], why="it asks for the type of a number out of NumPy")
         name = tx.instructions[at].opname
-        if name == "BINARY_SUBSCR":
+        if subscripts(tx.instructions[at]):
             self.loops.subscript(tx)
         elif name in ("CALL", "CALL_KW"):
             self.loops.occurrences.call(tx, at)

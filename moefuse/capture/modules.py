@@ -115,7 +115,7 @@ def _compares(name: str, operands: list[Any], loop: Any) -> bool:
 
 
 def _calls(tx: Any, inst: Any, loop: Any) -> bool:
-    count = 3 if "EX" in inst.opname else (inst.arg or 0) + 2
+    count = 3 if "EX" in inst.opname else (inst.arg or 0) + 2 + (inst.opname == "CALL_KW")
     items = [values.plain(v) for v in tx.stack[-count:] if v is not None]
     functions = [lists.builtin(v) for v in items]
     if any(f in (id, hash) for f in functions if f is not None):

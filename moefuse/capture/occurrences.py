@@ -73,7 +73,7 @@ class Occurrences:
             return
         if lists.callee(tx, inst) is zip:
             self._zip(tx, at, range(end - inst.arg, end))
-        elif self._lists and any(id(v) in self._lists for v in tx.stack[end - inst.arg : end]) and not _splits(tx, inst, end - inst.arg):
+        elif self._lists and any(id(v) in self._lists for v in tx.stack[end - inst.arg : end]) and not _splits(tx, inst):
             self._refuse(tx)
 
     def _zip(self, tx: Any, at: int, places: Sequence[int]) -> None:
@@ -125,9 +125,6 @@ def _is_flag(variable: Any) -> bool:
     return values.is_constant(variable) and isinstance(variable.as_python_constant(), bool)
 
 
-def _splits(tx: Any, inst: Any, begin: int) -> bool:
+def _splits(tx: Any, inst: Any) -> bool:
     """Whether a call is one of ``torch.split``, or of a tensor's method."""
-    if lists.callee(tx, inst) is torch.split:
-        return True
-    found = [vars(values.realized(v)) for v in tx.stack[begin - 2 : begin]]
-    return any(f.get("name") == "split" and values.tensor_node(values.plain(f.get("obj"))) is not None for f in found)
+    return lists.callee(tx, inst) is torch.split or values.tensor_node(lists.method(tx, inst, "split")) is not None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torch._dynamo.bytecode_transformation import cleaned_instructions
 
+from moefuse.capture import bytecode
 from moefuse.capture.bytecode import Code
 
 
@@ -98,6 +100,109 @@ def test_an_index_at_once(name: str) -> None:
     """``x[rows.tolist()]``: what is not stored becomes an index, or something else besides."""
     function, holds = AT_ONCE[name]
     assert at_once(function) == holds
+
+
+def zipped_at_once(u: Any, c: Any) -> Any:
+    for e, n in zip(u.tolist(), c.tolist()):
+        u = u + e * n
+
+
+def zipped_strictly(u: Any, c: Any) -> Any:
+    for e, n in zip(u.tolist(), c.tolist(), strict=True):
+        u = u + e * n
+
+
+def zipped_by_name(u: Any, c: Any) -> Any:
+    experts = u.tolist()
+    sizes = c.tolist()
+    for e, n in zip(experts, sizes):
+        u = u + e * n
+
+
+def zipped_second(u: Any, c: Any, x: Any) -> Any:
+    for n, e in zip(c, u.tolist()):
+        u = x[e * 2].sum() + n
+
+
+def zipped_in_pieces(u: Any, c: Any, x: Any) -> Any:
+    parts = x[c // 2].split(u.tolist(), dim=0)
+    for e, part in zip(c.tolist(), parts):
+        u = u + e * part
+
+
+def zipped_as_argument_of_another(u: Any, c: Any) -> Any:
+    for e, n in sorted(zip(u.tolist(), c.tolist())):
+        u = u + e * n
+
+
+def zipped_inside_of_an_argument(u: Any, c: Any) -> Any:
+    for e, n in zip(sorted(u.tolist()), c.tolist()):
+        u = u + e * n
+
+
+def zipped_and_counted(u: Any, c: Any) -> Any:
+    for _, (e, n) in enumerate(zip(u.tolist(), c.tolist())):
+        u = u + e * n
+
+
+def zipped_and_kept(u: Any, c: Any) -> Any:
+    pairs = zip(u.tolist(), c.tolist())
+    for e, n in pairs:
+        u = u + e * n
+
+
+def zipped_twice(u: Any, c: Any) -> Any:
+    experts = u.tolist()
+    for e, n in zip(experts, c.tolist()):
+        u = u + e * n
+    for e, n in zip(experts, c.tolist()):
+        u = u + e * n
+
+
+def zipped_or_not(u: Any, c: Any, x: Any) -> Any:
+    experts = u.tolist()
+    if x:
+        experts = [0]
+    for e, n in zip(experts, c.tolist()):
+        u = u + e * n
+
+
+def zipped_in_a_comprehension(u: Any, c: Any) -> Any:
+    return [e * n for e, n in zip(u.tolist(), c.tolist())]
+
+
+def zipped_by_a_method(u: Any, c: Any) -> Any:
+    for e, n in c.zip(u.tolist(), c):
+        u = u + e * n
+
+
+def zipped_in_items(u: Any, c: Any) -> Any:
+    for e, n in zip(u.tolist()[1:], c.tolist()):
+        u = u + e * n
+
+
+ZIPPED = [zipped_at_once, zipped_strictly, zipped_by_name, zipped_second, zipped_in_pieces]
+UNZIPPED = [
+    zipped_as_argument_of_another, zipped_inside_of_an_argument, zipped_and_counted, zipped_and_kept, zipped_twice, zipped_or_not,
+    zipped_in_a_comprehension, zipped_by_a_method, zipped_in_items,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", [*ZIPPED, *UNZIPPED])
+def test_a_list_that_only_a_zip_has(function: Callable[..., Any]) -> None:
+    """Asked of what the first ``tolist()`` gives: a ``for`` through ``zip`` is all that has it."""
+    code = Code(cleaned_instructions(function.__code__))
+    named = next(i for i, inst in enumerate(code.instructions) if inst.argval == "tolist")
+    at = next(i for i, inst in enumerate(code.instructions) if i > named and inst.opname == "CALL")
+    assert code.zipped(at + 1) == (function in ZIPPED)
+
+
+def test_a_subscript_of_python_3_14(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it is an operator with two operands, as the addition beside it is."""
+    monkeypatch.setattr(bytecode, "_SUBSCRIPT", 26)
+    binary = [types.SimpleNamespace(opname="BINARY_OP", arg=arg) for arg in (0, 26)]
+    assert [bytecode.subscripts(inst) for inst in binary] == [False, True]
+    assert not bytecode.subscripts(types.SimpleNamespace(opname="BINARY_SLICE", arg=None))
 
 
 def loop_alone(x: Any) -> Any:

@@ -18,20 +18,30 @@ def appends(translator: Any, inst: Any) -> tuple[Any, Any] | None:
         return None
     from torch._dynamo.variables.lists import ListVariable
 
-    for variable in translator.stack[-3:-1]:
+    found = method(translator, inst, "append")
+    return (found, translator.stack[-1]) if isinstance(found, ListVariable) else None
+
+
+def method(translator: Any, inst: Any, name: str) -> Any:
+    """What an instruction calls a method of; None where it calls something else."""
+    for variable in _called(translator, inst):
         # GetAttrVariable; from torch 2.15 on a CallMethodVariable
-        name = getattr(variable, "name", None) or getattr(variable, "method_name", None)
-        if name == "append" and hasattr(variable, "obj"):
-            owner = values.plain(variable.obj)
-            return (owner, translator.stack[-1]) if isinstance(owner, ListVariable) else None
+        if hasattr(variable, "obj") and name in (getattr(variable, "name", None), getattr(variable, "method_name", None)):
+            return values.plain(variable.obj)
     return None
+
+
+def _called(translator: Any, inst: Any) -> list[Any]:
+    """Two values of the stack, of which one is what an instruction calls and the other may be NULL, or the object of a method."""
+    begin = len(translator.stack) - inst.arg - (inst.opname == "CALL_KW")  # the names of keywords are the last value
+    return list(map(values.realized, translator.stack[begin - 2 : begin]))
 
 
 def callee(translator: Any, inst: Any) -> Any:
     """The function that an instruction calls, if Dynamo does not trace into it; None for any other instruction."""
     if not inst.opname.startswith("CALL") or inst.arg is None or "EX" in inst.opname:
         return None
-    for variable in map(values.realized, translator.stack[-inst.arg - 2 : len(translator.stack) - inst.arg]):
+    for variable in _called(translator, inst):
         found = (
             getattr(variable, "value", None) if type(variable).__name__ == "TorchInGraphFunctionVariable" else getattr(variable, "fn", None)
         )

@@ -45,7 +45,7 @@ class OccurringOneBehindTheOther(Occurring):
         experts = found.cpu().tolist()
         ends = counts.cumsum(dim=0).tolist()
         out, start = torch.zeros_like(x), 0
-        for e, end in zip(experts, ends):  # noqa: B905
+        for e, end in zip(experts, ends):
             self.put(out, x, e, token[start:end], weight[start:end])
             start = end
         return out
@@ -58,7 +58,7 @@ class OccurringAsTensors(Occurring):
     def through(self, x: Tensor, ids: Tensor, token: Tensor, weight: Tensor) -> Tensor:
         found, counts = torch.unique(ids, return_counts=True)
         out, start = torch.zeros_like(x), 0
-        for e, n in zip(found, counts):  # noqa: B905
+        for e, n in zip(found, counts):
             end = start + int(n.item())
             self.put(out, x, e, token[start:end], weight[start:end])  # type: ignore[arg-type]
             start = end
@@ -72,7 +72,7 @@ class OccurringInNumpy(Occurring):
     def through(self, x: Tensor, ids: Tensor, token: Tensor, weight: Tensor) -> Tensor:
         found, counts = torch.unique(ids, return_counts=True)
         out, start = torch.zeros_like(x), 0
-        for e, n in zip(found.cpu().numpy(), counts.cpu().numpy()):  # noqa: B905
+        for e, n in zip(found.cpu().numpy(), counts.cpu().numpy()):
             self.put(out, x, e, token[start : start + n], weight[start : start + n])
             start += n
         return out
@@ -87,7 +87,7 @@ class OccurringPieces(Occurring):
         sorted_ids, order = ids.flatten().sort()
         found, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
         done = []
-        for e, piece in zip(found.tolist(), x[order // K].split(counts.tolist())):  # noqa: B905
+        for e, piece in zip(found.tolist(), x[order // K].split(counts.tolist())):
             done.append(self.experts[e](piece))
         y = torch.empty(len(order), x.shape[1])
         y[order] = torch.cat(done)
@@ -102,7 +102,7 @@ class OccurringSplitTwice(Occurring):
         found, counts = torch.unique(ids, return_counts=True)
         tokens = torch.split(token, counts.tolist(), dim=0)
         out = torch.zeros_like(x)
-        for e, at, w in zip(found.tolist(), tokens, weight.split(counts.tolist())):  # noqa: B905
+        for e, at, w in zip(found.tolist(), tokens, weight.split(counts.tolist())):
             self.put(out, x, e, at, w)
         return out
 
@@ -138,7 +138,7 @@ class OccurringByRank(Masked):
 
     def through(self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         found, counts = ids.unique(return_counts=True)
-        for e, _, rank in zip(found.tolist(), counts.tolist(), range(1, E + 1)):  # noqa: B905
+        for e, _, rank in zip(found.tolist(), counts.tolist(), range(1, E + 1)):
             self.put(out, x, e, ids, weights * rank)
         return out
 
@@ -151,7 +151,7 @@ class OccurringOfAnother(Masked):
         found, _ = ids.unique(return_counts=True)
         _, counts = ids[:, 0].unique(return_counts=True)
         total = 0
-        for e, n in zip(found.tolist(), counts.tolist()):  # noqa: B905
+        for e, n in zip(found.tolist(), counts.tolist()):
             self.put(out, x, e, ids, weights)
             total += n
         return out * total
@@ -164,7 +164,7 @@ class OccurringWhoseLastStays(Masked):
     def through(self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         found, counts = ids.unique(return_counts=True)
         n = 0
-        for e, n in zip(found.tolist(), counts.tolist()):  # noqa: B007, B905
+        for e, n in zip(found.tolist(), counts.tolist()):
             self.put(out, x, e, ids, weights)
         return out * n
 
@@ -175,7 +175,7 @@ class OccurringAsAWeight(Masked):
 
     def through(self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         found, counts = ids.unique(return_counts=True)
-        for e, n in zip(found.tolist(), counts.tolist()):  # noqa: B905
+        for e, n in zip(found.tolist(), counts.tolist()):
             self.put(out, x, e, ids, weights * (n / ids.numel()))
         return out
 
@@ -198,7 +198,7 @@ class OccurringInAnotherSplit(Masked):
     def through(self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         found, counts = ids.unique(return_counts=True)
         sizes = _Sizes()
-        for e, _ in zip(found.tolist(), sizes.split(counts.tolist())):  # noqa: B905
+        for e, _ in zip(found.tolist(), sizes.split(counts.tolist())):
             self.put(out, x, e, ids, weights)
         return out * sizes.count
 
@@ -210,7 +210,7 @@ class OccurringCounted(Masked):
     def through(self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         found, counts = ids.unique(return_counts=True)
         experts = found.tolist()
-        for e, _ in zip(experts, counts.tolist()):  # noqa: B905
+        for e, _ in zip(experts, counts.tolist()):
             self.put(out, x, e, ids, weights)
         return out * len(experts)
 
@@ -223,7 +223,7 @@ class OccurringBeforeAWrite(Masked):
         ids = ids.clone()
         found, counts = ids.unique(return_counts=True)
         ids[0] = 0
-        for e, _ in zip(found.tolist(), counts.tolist()):  # noqa: B905
+        for e, _ in zip(found.tolist(), counts.tolist()):
             self.put(out, x, e, ids, weights)
         return out
 
@@ -236,7 +236,7 @@ class OccurringInNoOrder(Layer):
         ids, weights = self.route(logits)
         found, counts = ids.flatten().unique_consecutive(return_counts=True)
         out = torch.zeros_like(x)
-        for e, _ in zip(found.tolist(), counts.tolist()):  # noqa: B905
+        for e, _ in zip(found.tolist(), counts.tolist()):
             token, slot = torch.where(ids == e)
             out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
         return out
