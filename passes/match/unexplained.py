@@ -151,8 +151,10 @@ def _weights_like_scores(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
             continue
         for weight in weights_of(ctx, node):
             shape = shape_of(tensor(weight))  # type: ignore[arg-type]
-            if len(shape) >= 3 and shape[0] in counts and "conv" not in call.name and (met := _meeting(ctx, flow, node)) is not None:
-                return (node if node in flow.chosen or node in ctx.levels else met), int(shape[0])
+            seen = [shape_of(tensor(n)) for n in node.all_input_nodes if ctx.storage[n] is weight]  # type: ignore[arg-type]
+            count = next((int(s[0]) for s in (shape, *seen) if len(s) >= 3 and s[0] in counts), None)
+            if count is not None and "conv" not in call.name and (met := _meeting(ctx, flow, node)) is not None:
+                return (node if node in flow.chosen or node in ctx.levels else met), count
             if call.name in _MULTIPLIES and call.name != "mul":
                 apart[shape].setdefault(weight, node)
     for readers in apart.values():

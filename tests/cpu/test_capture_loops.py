@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import linecache
 import re
+import types
 
 import pytest
 import torch
 from torch.torch_version import TorchVersion
 
 from tests.cpu.capture_case import Seen, capturing, check, plain
+from tests.programs import loops
 from tests.programs.loops import NEAR_MISS, POSITIVE, H, Layer, counters, dummies, gradients, offsets, unique
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -30,6 +32,17 @@ def test_a_loop_is_one_graph_and_fused(cls: type[Layer]) -> None:
     assert len(seen.graphs) == 1
     assert len(seen.report.fused) == 1, str(seen.report)
     assert (seen.report.skipped, seen.report.graph_breaks) == ([], [])
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("cls", [pytest.param(c, id=n, marks=NEEDS_2_12 if n in OLD else ()) for n, c in POSITIVE.items()])
+def test_a_loop_with_one_expert_for_each_token_is_fused(cls: type[Layer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where K is 1, dimensions of one entry are nobody's: an adversary found rules that took them for others."""
+    for module in (loops, *vars(loops).values()):
+        if isinstance(module, types.ModuleType) and hasattr(module, "K"):
+            monkeypatch.setattr(module, "K", 1)
+    seen = check(cls)
+    assert (len(seen.graphs), len(seen.report.fused), seen.report.skipped) == (1, 1, []), str(seen.report)
 
 
 @pytest.mark.parametrize("cls", [gradients.TwoLayers, gradients.TwoRoutings])

@@ -99,6 +99,22 @@ class Dequantised(nn.Module):
         return (torch.einsum("th,tkoh->tko", x, chosen) * weights[..., None]).sum(1)
 
 
+class FlatInParts(nn.Module):
+    """Flat weights that are experts' in a view only, and joined before they are multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(H, E)
+        self.one, self.other, self.down = (nn.Parameter(torch.randn(*size)) for size in ((E * H, H), (E * H, H), (E * H, H)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(K)
+        both = torch.cat([self.one.view(E, H, H), self.other.view(E, H, H)], dim=1)
+        gate, up = torch.einsum("th,eoh->teo", x, both).chunk(2, -1)
+        table = torch.zeros(len(x), E).scatter(1, ids, weights)
+        return torch.einsum("teo,eho,te->th", F.silu(gate) * up, self.down.view(E, H, H), table)
+
+
 class Stopping(NothingFound):
     """The same experts, found in one loop and run in another."""
 
@@ -116,7 +132,7 @@ class Stopping(NothingFound):
         return out
 
 
-TOLD = (ConvExperts, ProductKeys, Depths, StraightThrough, Dequantised, Stopping, NothingFound)
+TOLD = (ConvExperts, ProductKeys, Depths, StraightThrough, Dequantised, FlatInParts, Stopping, NothingFound)
 
 
 class Attention(nn.Module):

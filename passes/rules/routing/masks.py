@@ -81,6 +81,13 @@ def of_slot(mask: Mask, axes: Axes, slot: int, size: Any) -> Table | None:
     return Table(axes, mask.routing, 0.0, mask.expert, None, (), mask.weight, ones, mask.negated, at)
 
 
+def of_only_slot(mask: Mask) -> Mask | Table:
+    """The same where tokens have one slot, and its dimension has gone; any other mask as it is."""
+    if mask.routing.top_k != 1 or any(a.kind == "k" for axis in mask.axes for a in axis):
+        return mask
+    return Table(mask.axes, mask.routing, 0.0, mask.expert, None, (), mask.weight, mask.weight is None, mask.negated)
+
+
 def settled(ctx: Context, node: Node, mask: Mask) -> Mask | Table:
     """With one slot per token, a mask over tokens is a table already."""
     if mask.routing.top_k != 1 or any(a.kind == "k" for axis in mask.axes for a in axis):

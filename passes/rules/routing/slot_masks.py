@@ -51,7 +51,8 @@ def entries(node: Node, base: Mask, chosen: Selection, items: list[Any], rows: A
 def _is_slot(item: Any, axis: Axis, chosen: Selection) -> bool:
     """Whether a number is that of the slot in which all of a selection's tokens chose their expert."""
     size = axis[0].size if [a.kind for a in axis] == ["k"] else None
-    return type(item) is int and chosen.slot is not None and isinstance(size, int) and item in (chosen.slot, chosen.slot - size)
+    slot = 0 if same(chosen.routing.top_k, 1) else chosen.slot  # the only one
+    return type(item) is int and slot is not None and isinstance(size, int) and item in (slot, slot - size)
 
 
 def entry(node: Node, base: Mask, chosen: Selection, rows: Axis, columns: tuple[str, ...]) -> Rows | None:

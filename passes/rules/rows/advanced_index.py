@@ -121,7 +121,7 @@ def by_ids(ctx: Context, base: View, ids: View) -> Any:
     """``W[ids]``: each slot's expert weight."""
     routing = routing_of(ctx, ids)
     axes = role_axes(ids, routing) if routing is not None else None
-    if axes is None or base.axes[0] != (Atom("d", 0, base.axes[0][0].size),):
+    if axes is None or [(a.kind, a.index) for a in base.axes[0]] != [("d", 0)]:
         return None
     rest = stacked(base, base.axes[1:], routing=routing)
     return None if rest is None else replace(rest, axes=(*axes, *rest.axes))

@@ -74,8 +74,9 @@ def by_any_mask(ctx: Context, node: Node, x: Node, base: Any, mask: Mask | Table
     if isinstance(mask, Table) and isinstance(base, Table) and tail:
         return by_column(node, base, found[0], row_axis(node), [*tail, *new])
     column = _column(ctx, node, x, base, tail[0]) if tail and isinstance(mask, Table) and isinstance(base, View) else None
-    taken = by_mask(ctx, node, x, base if column is None or column.slot != found[0].slot else column, *found)
-    if tail and isinstance(taken, Rows) and (column is None or column.slot != found[0].slot):
+    own = isinstance(column, Column) and column.slot == found[0].slot
+    taken = by_mask(ctx, node, x, column if own else base, *found)
+    if tail and isinstance(taken, Rows) and not own:
         taken = basic(ctx, node, x, taken, [_ALL, *tail])
     if isinstance(taken, Rows):
         return with_none(taken, new)
@@ -83,12 +84,11 @@ def by_any_mask(ctx: Context, node: Node, x: Node, base: Any, mask: Mask | Table
 
 
 def _column(ctx: Context, node: Node, x: Node, base: View, at: Any) -> Any:
-    """One column of a tensor, by its number or as a slice of one."""
+    """One column of a tensor, by its number or as a slice of one; a tensor of one column stays a view."""
     last = len(base.axes) - 1
     if isinstance(at, int):
         return pick(ctx, node, x, base, last, at)
-    found = cut(ctx, node, base, last, at) if isinstance(at, slice) else None
-    return found if isinstance(found, Column) else None
+    return cut(ctx, node, base, last, at) if isinstance(at, slice) else None
 
 
 def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, columns: tuple[str, ...]) -> Any:

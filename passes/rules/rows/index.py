@@ -37,7 +37,7 @@ from moefuse.passes.ir.facts import (
 )  # fmt: skip
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import slot_masks, sparse_entries
-from moefuse.passes.rules.routing.masks import of_slot
+from moefuse.passes.rules.routing.masks import of_only_slot, of_slot
 from moefuse.passes.rules.routing.offsets import picked
 from moefuse.passes.rules.rows import listed
 from moefuse.passes.rules.sums import segments
@@ -110,7 +110,8 @@ def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any
     if isinstance(fact, Entries):
         return sparse_entries.column(fact, axes, at) if dim == 1 else None
     if same(extent(axis), 1) or (only is not None and only.kind == "b"):
-        return fact.with_axes(axes)
+        found = fact.with_axes(axes)
+        return of_only_slot(found) if isinstance(fact, Mask) else found
     if isinstance(fact, Mask | Table | Hit) and only is not None and only.kind in ("e", "k"):
         return _of_one(fact, axes, at, only)
     if isinstance(fact, Counts) and only is not None and only.kind == "e":
