@@ -14,13 +14,13 @@ HEAD = """# Coverage of transformers
 
 Every mixture-of-experts family of transformers, as a tiny model of its own class with random weights (`tests/zoo`), each implementation
 of its experts, in evaluation and in training: compiled with moefuse's capture and rewrite, without Inductor, and compared with the
-unmodified model. Written by `make zoo-coverage` from `benchmarks/results/coverage.json`; do not edit.
+unmodified model. Written by `make zoo-coverage` from `benchmarks/results/coverage.json`, which has every row; do not edit.
 
-* **fused**: expert layers that were fused, of those that one forward pass runs; **tier**: one op, or grouped products around the family's
-  code (`grouped`).
-* **graphs**, **breaks**: what Dynamo made. More than one graph with every layer fused is code beside the experts that Dynamo breaks at.
-* **error**: largest difference from the unmodified model in the output, in training also of a gradient, relative to its largest value or
-  norm.
+* A **row** is one implementation of one family in one mode. It is fused if every expert layer that a forward pass runs is.
+* **Graphs** and **breaks** are what Dynamo made. More than one graph with every layer fused: Dynamo breaks at code beside the experts.
+* A **family's line** has the implementations that are fused, transformers' default first, in both modes unless one is named; then the
+  largest difference from the unmodified model, in the output / in training of a gradient, relative to its largest value or norm.
+  "grouped": the experts are grouped products around the family's code, not one op; "partly grouped": some layers are.
 
 """
 
@@ -70,42 +70,82 @@ def why(row: dict[str, Any]) -> str:
     if "unusable" in row or "failed" in row:
         return str(row.get("unusable") or row["failed"]).replace("|", "/")
     if complete(row):
-        return ""
-    found = dict.fromkeys(f"`{r['code']}` {r['line']}: {r['message']}" for r in row["reasons"])
-    return "<br>".join(found).replace("|", "/") or row.get("alone", "nothing found")
+        return "fused; code beside the experts breaks the graph"
+    found = [f"`{r['code']}` {r['line']}: {r['message']}" for r in row["reasons"]]
+    return "<br>".join(dict.fromkeys([*found, *([row["alone"]] if "alone" in row else [])])).replace("|", "/") or "nothing found"
 
 
-def line(row: dict[str, Any]) -> str:
-    name = row["implementation"] + (" (default)" if row["default"] and row["implementation"] != "own code" else "")
-    cells = [row["family"], name, row["mode"]]
-    if "fused" not in row:
-        return "| " + " | ".join([*cells, f"0/{row['present']}", "", "", "", "", why(row)]) + " |"
-    errors = " / ".join(number(row[k]) for k in ("output", "gradient") if k in row)
-    counts = [f"{row['fused']}/{row['present']}", ", ".join(row["tiers"]), str(row["graphs"]), str(row["breaks"])]
-    return "| " + " | ".join([*cells, *counts, errors, why(row)]) + " |"
+def plain(row: dict[str, Any]) -> bool:
+    """Whether the line of the family says all there is to say."""
+    return complete(row) and row["graphs"] == 1 and not row["breaks"]
+
+
+def exceptions(rows: list[dict[str, Any]]) -> str:
+    """What is not fused, or breaks: rows of a family that differ in nothing else are one."""
+    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if not plain(row):
+            counts = (f"{row.get('fused', 0)}/{row['present']}", str(row.get("graphs", "")), str(row.get("breaks", "")))
+            alike.setdefault((row["family"], *counts, why(row)), []).append(row)
+    lines = [f"| {family} | {covered(alike[key])} | {' | '.join(rest)} |" for key in alike for family, *rest in [key]]
+    return "\n".join(["| family | experts | fused | graphs | breaks | why |", "|---|---|---|---|---|---|", *lines])
+
+
+def covered(rows: list[dict[str, Any]]) -> str:
+    """Implementations, the default first, and their modes."""
+    modes: dict[str, list[str]] = {}
+    for row in sorted(rows, key=lambda r: not r["default"]):
+        modes.setdefault(row["implementation"], []).append(row["mode"])
+    names: dict[str, list[str]] = {}
+    for name, ran in modes.items():
+        names.setdefault(" and ".join(ran), []).append(name)
+    return "; ".join(f"{', '.join(alike)} in {ran}" for ran, alike in names.items())
+
+
+def line(family: str, rows: list[dict[str, Any]]) -> str:
+    """One family: what is fused, and how far it is from the unmodified model."""
+    tiers = {tier for row in rows for tier in row["tiers"]}
+    tier = {"grouped": "; grouped", "fused grouped": "; partly grouped"}.get(" ".join(sorted(tiers)), "")
+    largest = [max((row[k] for row in rows if k in row), default=None) for k in ("output", "gradient")]
+    errors = " / ".join(number(value) for value in largest if value is not None)
+    return f"* {family}: {covered(rows).removesuffix(' in eval and train')}{tier}; {errors}"
+
+
+def families(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["family"], []).append(row)
+    return found
 
 
 def summary(run: dict[str, Any]) -> str:
     """How many families are fused completely, in every implementation and mode."""
-    families: dict[str, list[dict[str, Any]]] = {}
-    for row in run["rows"]:
-        if "unusable" not in row:
-            families.setdefault(row["family"], []).append(row)
-    full = [name for name, rows in families.items() if all(map(complete, rows))]
-    one = [name for name in full if all(r["graphs"] == 1 for r in families[name])]
     rows = [r for r in run["rows"] if "unusable" not in r]
-    rest = [name for name in families if name not in full]
-    text = f"{len(full)} of {len(families)} families fused in every row ({sum(map(complete, rows))} of {len(rows)} rows)"
+    usable = families(rows)
+    full = [name for name, rows in usable.items() if all(map(complete, rows))]
+    one = [name for name in full if all(r["graphs"] == 1 for r in usable[name])]
+    rest = [name for name in usable if name not in full]
+    text = f"{len(full)} of {len(usable)} families fused in every row ({sum(map(complete, rows))} of {len(rows)} rows)"
     text += f", {len(one)} of them in one graph."
     return text + (f" Not in every row: {', '.join(rest)}." if rest else "")
+
+
+def counts(run: dict[str, Any]) -> str:
+    """Families, implementations and rows of a release. What does not run without moefuse counts as no row."""
+    rows = [r for r in run["rows"] if "unusable" not in r]
+    modes = {mode: [r for r in rows if r["mode"] == mode] for mode in ("eval", "train")}
+    fused = [f"{sum(map(complete, modes[mode]))} of {len(modes[mode])}" for mode in modes]
+    implementations = len({(r["family"], r["implementation"]) for r in rows})
+    breaks = [r for r in rows if r.get("breaks")]
+    cells = [len(families(rows)), implementations, *fused, f"{len(breaks)} rows of {len(families(breaks))} families"]
+    head = "| families | implementations | fused in eval | fused in train | graph breaks |\n|---|---|---|---|---|\n"
+    return head + f"| {' | '.join(map(str, cells))} |"
 
 
 def page(runs: list[dict[str, Any]]) -> str:
     parts = [HEAD]
     for run in reversed(runs):
-        parts.append(f"## transformers {run['transformers']}\n\n{summary(run)}\n\n")
-        parts.append(
-            "| family | experts | mode | fused | tier | graphs | breaks | error | why not |\n|---|---|---|---|---|---|---|---|---|\n"
-        )
-        parts.append("\n".join(map(line, run["rows"])) + "\n\n")
+        lines = "\n".join(line(*item) for item in families(list(filter(complete, run["rows"]))).items())
+        parts.append(f"## transformers {run['transformers']}\n\n{summary(run)}\n\n{counts(run)}\n\n")
+        parts.append(f"What is not fused, or breaks:\n\n{exceptions(run['rows'])}\n\nFused:\n\n{lines}\n\n")
     return "".join(parts).rstrip() + "\n"
