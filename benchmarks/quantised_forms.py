@@ -18,7 +18,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -215,7 +215,7 @@ class Row:
     peak: str = ""
 
     def __str__(self) -> str:
-        return f"| {self.form} | {self.library} | {self.told} | {self.error} | {self.peak} |"
+        return f"| {self.form} | {self.told} | {self.error} | {self.peak} |"
 
 
 def peak(run: Callable[[], object]) -> int:
@@ -293,14 +293,20 @@ def _line(error: BaseException) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Print the table."""
+    """Print the table, and behind it the libraries' versions."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    print("| form | library | what becomes of it | error | peak |")
-    print("|---|---|---|---|---|")
+    print("| form | what becomes of it | error | peak |")
+    print("|---|---|---|---|")
+    libraries: dict[str, None] = {}
+    above = ""
     for name in FORMS:
         if not names or any(part in name for part in names):
-            print(row(name), flush=True)
+            found = row(name)
+            libraries[found.library] = None
+            print(replace(found, told="as above") if found.told == above else found, flush=True)
+            above = found.told
+    print(", ".join(libraries))
 
 
 if __name__ == "__main__":
