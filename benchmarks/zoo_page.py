@@ -19,7 +19,7 @@ unmodified model. Written by `make zoo-coverage` from `benchmarks/results/covera
 * A **row** is one implementation of one family in one mode. It is fused if every expert layer that a forward pass runs is.
 * **Graphs** and **breaks** are what Dynamo made. More than one graph with every layer fused: Dynamo breaks at code beside the experts.
 * A **family's line** has the implementations that are fused, transformers' default first, in both modes unless one is named; then the
-  largest difference from the unmodified model, in the output / in training of a gradient, relative to its largest value or norm.
+  largest difference from the unmodified model, in the output/in training of a gradient, relative to its largest value or norm.
   "grouped": the experts are grouped products around the family's code, not one op; "partly grouped": some layers are.
 
 """
@@ -107,7 +107,7 @@ def line(family: str, rows: list[dict[str, Any]]) -> str:
     tiers = {tier for row in rows for tier in row["tiers"]}
     tier = {"grouped": "; grouped", "fused grouped": "; partly grouped"}.get(" ".join(sorted(tiers)), "")
     largest = [max((row[k] for row in rows if k in row), default=None) for k in ("output", "gradient")]
-    errors = " / ".join(number(value) for value in largest if value is not None)
+    errors = "/".join(number(value) for value in largest if value is not None)
     return f"* {family}: {covered(rows).removesuffix(' in eval and train')}{tier}; {errors}"
 
 
