@@ -284,7 +284,8 @@ def told(report: Any) -> str:
         return "no report"
     found = [f"fused as {f.spec.encoding}" if f.spec.encoding else "fused, unpacked by the program" for f in report.fused]
     found += [f"`{s.code}`: {s.message.partition(' does not read: ')[2] or s.message}" for s in report.skipped]
-    unsaid = r" at /[^ ;,()|]*|; torch's hint: .*|the program unpacks them one by one; .* they are not multiplied as they are, for "
+    unsaid = r" at /[^ ;,()|]*|expert weights are held as \w+: |; torch's hint: .*"
+    unsaid += "|the program unpacks them one by one; .* they are not multiplied as they are, for "
     return re.sub(unsaid, "", "; ".join(dict.fromkeys(found)).replace("|", "/")) or "nothing found"
 
 
