@@ -12,6 +12,7 @@ replaces their rows only.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -84,9 +85,15 @@ def errors(got: tuple[Tensor, dict[str, Tensor]], eager: tuple[Tensor, dict[str,
     return {"output": apart(got[0], eager[0]), **gradient}
 
 
+_FOLDER = re.compile(r"/\S*/site-packages/")
+"""Where a library is installed is nobody's business."""
+
+
 def reasons(report: FusionReport) -> list[dict[str, str]]:
     """Code, module and the line in transformers of everything that was not fused."""
-    return [{"code": s.code, "module": s.module, "line": Path(s.location).name, "message": s.message} for s in report.skipped]
+    return [
+        {"code": s.code, "module": s.module, "line": Path(s.location).name, "message": _FOLDER.sub("", s.message)} for s in report.skipped
+    ]
 
 
 def row(name: str, implementation: str, mode: str) -> dict[str, Any] | None:

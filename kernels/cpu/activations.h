@@ -1,4 +1,4 @@
-// The activations of moefuse/ops/activations.py, in its order. A NaN passes through every one of them.
+// The activations of moefuse/ops/meaning/activations.py, in its order. A NaN passes through every one of them.
 namespace {
 
 enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2, SIGMOID, TANH, IDENTITY, SWIGLU_OAI, SILU_CLAMP };

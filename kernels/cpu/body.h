@@ -1,4 +1,4 @@
-// The whole op for few slots: route, project, activate, project, weighted sum. Values are those of moefuse/ops/reference.py.
+// The whole op for few slots: route, project, activate, project, weighted sum. Values are those of moefuse/ops/meaning/reference.py.
 namespace {
 
 // c10::ScalarType

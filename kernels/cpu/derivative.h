@@ -1,4 +1,4 @@
-// Derivatives of the activations, as in the table of moefuse/ops/activations.py, on vectors of float.
+// Derivatives of the activations, as in the table of moefuse/ops/meaning/activations.py, on vectors of float.
 namespace {
 
 // The derivative of one value: a gradient times `slope`, and zero where the function is `off`, whatever the gradient is there.

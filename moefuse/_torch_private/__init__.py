@@ -1,4 +1,4 @@
-"""The only door to private torch. Everything here is guarded by tests and works from torch 2.11 on.
+"""The first of two doors to private torch; the other is moefuse/capture/dynamo. All is guarded by tests, and works from torch 2.11 on.
 
 What the rest of moefuse uses is listed here, room by room; it is called as ``_torch_private.name``, so that tests can put something else in
 its place. torch's compiler modules are imported inside the functions: importing moefuse must stay as cheap as importing torch.

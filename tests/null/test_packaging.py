@@ -94,7 +94,7 @@ def test_our_kernels_folder_cannot_stand_in_for_the_package_of_that_name() -> No
 
 def test_version_and_requirements_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert moefuse.__version__ == "0.1.0"
+    assert moefuse.__version__ == "0.2.0"
     assert project["requires-python"] == ">=3.11"
     assert project["dependencies"] == ["torch>=2.11"]
 
