@@ -75,7 +75,8 @@ FLOORS = (
 """The rooms, from the ground up."""
 
 CONCERNS = {
-    "recognition": "passes/graph passes/ir passes/infer passes/rules passes/match passes/prove passes/lower passes/block passes/driver.py",
+    "recognition": "passes/graph passes/ir passes/infer passes/rules passes/match passes/prove passes/lower passes/block"
+    " passes/driver.py passes/replacement.py",
     "weights in few bits": "passes/encodings kernels/triton/words",
     "capture": "moefuse/capture",
     "private torch": "moefuse/_torch_private",

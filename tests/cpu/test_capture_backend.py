@@ -120,12 +120,12 @@ def test_nothing_runs_with_an_unchecked_assumption(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("where", ["driver", "verify"])
 def test_when_moefuse_fails_the_program_runs_as_without_it(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.passes import driver
+    from moefuse.passes import driver, replacement
 
     def bug(*_args: Any, **_kwargs: Any) -> Any:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(driver, "interpreted" if where == "driver" else "verify", bug)
+    monkeypatch.setattr(*((driver, "interpreted") if where == "driver" else (replacement, "verify")), bug)
     seen, model = Seen(), layer()
     compiled = torch.compile(model, backend=capturing(seen))
     for kind in loops.KINDS:

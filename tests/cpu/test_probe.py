@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Node
 
-from moefuse.passes import driver
+from moefuse.passes import driver, replacement
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import ExpertVector, Expr, Linear, Op, SharedVector
 from moefuse.passes.ir.regions import Region
@@ -151,14 +151,14 @@ def test_neutral_experts_do_not_hide_a_wrong_op(monkeypatch: pytest.MonkeyPatch)
 def test_the_users_values_are_kept_in_size_and_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a drawn value might saturate what the real one does not."""
     seen: dict[str, Tensor] = {}
-    right = driver.verify
+    right = replacement.verify
 
     def look(ctx: Context, region: Region, new: Any, result: Node, known: dict[Node, Any], assumptions: Any, held: Any) -> Any:
         inputs = synthetic_inputs.Inputs(ctx, region, known)
         seen.update({str(n.target).split("_")[-2]: inputs.weight(n) for n in known})
         return right(ctx, region, new, result, known, assumptions, held)
 
-    monkeypatch.setattr(driver, "verify", look)
+    monkeypatch.setattr(replacement, "verify", look)
     model = Loop()
     set_weights(model, "scale", lambda w: torch.full_like(w, 300.0))
     set_weights(model, "shift", lambda w: -1e-6 * torch.rand_like(w))
@@ -308,14 +308,14 @@ class Packed(nn.Module):
 def test_weights_that_are_unpacked_by_assignment_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """What assigns is no data ancestor; without it the probe would run on uninitialised memory."""
     seen: list[Tensor] = []
-    right = driver.verify
+    right = replacement.verify
 
     def look(ctx: Context, region: Region, new: Any, result: Node, known: dict[Node, Any], assumptions: Any, held: Any) -> Any:
         inputs = synthetic_inputs.Inputs(ctx, region, known)
         seen.extend(inputs.weight(n) for n in region.leaves if tuple(n.meta["example_value"].shape) == (E, H, H))
         return right(ctx, region, new, result, known, assumptions, held)
 
-    monkeypatch.setattr(driver, "verify", look)
+    monkeypatch.setattr(replacement, "verify", look)
     model, x = Packed(), torch.randn(5, H)
     packed = model.packed.clone()
     with torch.no_grad():

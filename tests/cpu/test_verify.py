@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moefuse.config import Options
-from moefuse.passes import driver
+from moefuse.passes import driver, replacement
 from moefuse.passes.prove import verify
 from moefuse.report.entries import Fused, Skipped
 
@@ -71,7 +71,7 @@ def test_the_users_tensors_are_not_written_to() -> None:
 def test_identical_layers_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     original = verify.verify
-    monkeypatch.setattr(driver, "verify", lambda *args: calls.append(1) or original(*args))
+    monkeypatch.setattr(replacement, "verify", lambda *args: calls.append(1) or original(*args))
     model, light = nn.Sequential(*(Layer() for _ in range(3))), Light()
     with torch.no_grad():
         torch.compile(model, backend=light)(torch.randn(3, H))
@@ -80,7 +80,7 @@ def test_identical_layers_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_verification_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "verify", lambda *_: pytest.fail("verified"))
+    monkeypatch.setattr(replacement, "verify", lambda *_: pytest.fail("verified"))
     light = Light(Options(verify="off"))
     with torch.no_grad():
         torch.compile(Layer(), backend=light)(torch.randn(3, H))

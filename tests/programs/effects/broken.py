@@ -14,7 +14,7 @@ from torch.fx import Node
 from moefuse.capture.dynamo import module_calls, relations, values
 from moefuse.capture.frame import Frame
 from moefuse.ops.meaning import composite
-from moefuse.passes import driver
+from moefuse.passes import driver, replacement
 from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.storage import Memory
 from moefuse.passes.infer.state import Context
@@ -172,7 +172,7 @@ ONLY_VALUES: Broken = ((templates, "same_derivative", lambda *_: True),)
 NO_GRADIENTS: Broken = ((verify, "comparable", lambda *_: False),)
 """The proof compares values alone."""
 
-EQUAL_LAYERS: Broken = ((driver, "signature", _by_names_alone),)
+EQUAL_LAYERS: Broken = ((replacement, "signature", _by_names_alone),)
 
 
 # --- what is around a call --------------------------------------------------------------------------------------------------------
