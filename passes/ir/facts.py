@@ -6,7 +6,7 @@ A value without a fact says nothing about routing. ``Lost`` says that routing in
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from torch.fx import Node
 
@@ -94,7 +94,7 @@ class Fact:
 
     axes: Axes
 
-    def with_axes(self, axes: Axes) -> Any:
+    def with_axes(self, axes: Axes) -> Self:
         return replace(self, axes=axes)
 
 
@@ -457,3 +457,7 @@ class Lost:
 def feature(size: int) -> Atom:
     """The atom of a feature dimension."""
     return Atom("f", 0, size)
+
+
+Finding = Fact | Inverse | Unmasked | Stacked | PerSlot | Many | Lost | None
+"""What a rule returns: what its operation's result is, why nobody knows it any more, or nothing about routing."""

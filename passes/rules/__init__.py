@@ -1,6 +1,6 @@
 """Transfer rules: from the facts of an operation's inputs to the fact of its result. One small file per family.
 
-A rule is a function ``(ctx, node, *args, **kwargs) -> fact | Lost | None`` with the operation's own arguments, registered under the
+A rule is a function ``(ctx, node, *args, **kwargs) -> Finding`` with the operation's own arguments, registered under the
 canonical names it serves (see passes/graph/calls.py). None means "says nothing about routing"; Lost carries the reason. An argument that a
 rule does not name has its default, or the operation has no rule (see passes/match/arguments.py).
 """
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
-Rule = Callable[..., Any]
+from moefuse.passes.ir.facts import Finding
+
+Rule = Callable[..., Finding]
+_R = TypeVar("_R", bound=Rule)
 
 RULES: dict[str, Rule] = {}
 
@@ -60,10 +63,10 @@ def rule_of(name: str) -> Rule | None:
     return RULES.get(name) or (RULES.get(ANY + last) if space else None)
 
 
-def rule(*names: str, shown: tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
+def rule(*names: str, shown: tuple[str, ...] = ()) -> Callable[[_R], _R]:
     """Register a rule under canonical operation names; a name has one rule. ``shown``: what it need not read (:data:`SHOWN`)."""
 
-    def register(function: Rule) -> Rule:
+    def register(function: _R) -> _R:
         SHOWN[function] = frozenset(shown)
         for name in names:
             if name in RULES:

@@ -10,7 +10,7 @@ from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.axes import Atom, Axes
-from moefuse.passes.ir.facts import Column, Counts, Hit, Mask, Range, Rows, Sorted, Span, Table
+from moefuse.passes.ir.facts import Column, Counts, Finding, Hit, Mask, Range, Rows, Sorted, Span, Table
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import slot_masks, sparse_entries
 from moefuse.passes.rules.routing.ids import as_ids, role_axes
@@ -21,7 +21,7 @@ from moefuse.passes.rules.routing.sort import beyond
 
 
 @rule("eq", "ne")
-def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Any:
+def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Finding:
     b = other
     negated = ctx.calls[node].name == "ne"  # type: ignore[union-attr]
     number = ctx.number(b)
@@ -82,7 +82,7 @@ def _of_slot(ctx: Context, node: Node, column: Column, other: Any, negated: bool
 
 
 @rule("gt", "ge", "lt", "le")
-def on_bound(ctx: Context, node: Node, x: Any, bound: Any) -> Any:
+def on_bound(ctx: Context, node: Node, x: Any, bound: Any) -> Finding:
     fact, name = ctx.fact(x), ctx.calls[node].name  # type: ignore[union-attr]
     if isinstance(fact, Sorted):
         return beyond(fact, name, bound)

@@ -15,7 +15,7 @@ from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.infer.symbolic_sizes import refine, settle
 from moefuse.passes.ir.axes import Atom
-from moefuse.passes.ir.facts import Counts, Many, Occurring, Present, Range, Routing, Sorted, View
+from moefuse.passes.ir.facts import Counts, Finding, Many, Occurring, Present, Range, Routing, Sorted, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.ids import all_of_them, is_integer, out_length, role_axes
 from moefuse.passes.rules.routing.masks import counted
@@ -35,7 +35,7 @@ def on_count(
     bins: Any = 100,
     min: Any = 0,  # noqa: A002  (so torch.histc calls them)
     max: Any = 0,  # noqa: A002
-) -> Any:
+) -> Finding:
     if ctx.calls[node].name == "bincount":  # type: ignore[union-attr]
         return counts_of(ctx, node, x, minlength) if weights is None else None
     if min != 0 or not isinstance(bins, int) or max not in (bins - 1, bins):
@@ -43,7 +43,7 @@ def on_count(
     return counts_of(ctx, node, x, bins, closed=max == bins)
 
 
-def counts_of(ctx: Context, node: Node, x: Node, bins: Any, *, closed: bool = False) -> Any:
+def counts_of(ctx: Context, node: Node, x: Node, bins: Any, *, closed: bool = False) -> Finding:
     """How often each id is there. ``closed``: the last bin has its right end, too: an id that no expert has."""
     x, dtypes = uncast(ctx, x)
     routing = _all_ids(ctx, x)
@@ -72,7 +72,7 @@ def _all_ids(ctx: Context, x: Node) -> Routing | None:
 
 
 @rule("unique", "unique_consecutive", shown=("sorted",))
-def on_unique(ctx: Context, node: Node, ids: Node, *, return_counts: bool = False) -> Any:
+def on_unique(ctx: Context, node: Node, ids: Node, *, return_counts: bool = False) -> Finding:
     """``ids.unique()``, where the ids are known to be below some number; of sorted ids also those that differ from the one before."""
     if ctx.calls[node].name == "unique_consecutive" and not isinstance(ctx.fact(ids), Sorted):  # type: ignore[union-attr]
         return None
@@ -108,7 +108,7 @@ def _as_they_are(ctx: Context, ids: Node, dtype: torch.dtype, bins: int) -> bool
     return holds(dtype, (0, bins)) if rounds else known is not None and holds(dtype, known)
 
 
-def running(ctx: Context, node: Node, x: Node, dim: int | None) -> Any:
+def running(ctx: Context, node: Node, x: Node, dim: int | None) -> Finding:
     """The running sum of counts: where the segments of experts end."""
     fact = ctx.fact(x)
     if not isinstance(fact, Counts | Occurring) or (dim is None and len(fact.axes) > 1):
@@ -119,7 +119,7 @@ def running(ctx: Context, node: Node, x: Node, dim: int | None) -> Any:
 
 
 @rule("searchsorted", "bucketize", shown=("out_int32",))
-def on_searchsorted(ctx: Context, node: Node, a: Node, b: Node, *, right: bool = False, side: str | None = None) -> Any:
+def on_searchsorted(ctx: Context, node: Node, a: Node, b: Node, *, right: bool = False, side: str | None = None) -> Finding:
     """Where each expert's sorted slots end: ``searchsorted(sorted_ids, arange(E), right=True)``; without ``right``, where they begin."""
     first, second = (a, b) if ctx.calls[node].name == "searchsorted" else (b, a)  # type: ignore[union-attr]
     ids, values = ctx.fact(first), ctx.fact(second)

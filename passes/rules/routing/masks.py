@@ -19,6 +19,7 @@ from moefuse.passes.ir.facts import (
     Column,
     Counts,
     Fill,
+    Finding,
     Hit,
     Index,
     IndexMatrix,
@@ -51,7 +52,7 @@ def on_count_nonzero(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim
 
 
 @rule("one_hot")
-def on_one_hot(ctx: Context, node: Node, ids: Node, num_classes: int = -1) -> Any:
+def on_one_hot(ctx: Context, node: Node, ids: Node, num_classes: int = -1) -> Finding:
     # A mask that is read as ids (all of them 0 or 1) says nothing about whom it is the mask of.
     view = View(fresh(out_shape(ids)), ids) if isinstance(ctx.fact(ids), Mask | Table) else ctx.view(ids)
     routing = routing_of(ctx, view) if view is not None and is_integer(ids) else None
@@ -96,7 +97,7 @@ def settled(ctx: Context, node: Node, mask: Mask) -> Mask | Table:
 
 
 @rule("bitwise_not", "logical_not")
-def on_not(ctx: Context, node: Node, x: Node) -> Any:
+def on_not(ctx: Context, node: Node, x: Node) -> Finding:
     fact = ctx.fact(x)
     if isinstance(fact, Hit):
         return replace(fact, negated=not fact.negated) if is_boolean(x) else None
@@ -106,7 +107,7 @@ def on_not(ctx: Context, node: Node, x: Node) -> Any:
 
 
 @rule("arange")
-def on_arange(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Any:
+def on_arange(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Finding:
     if len(args) > 1 and args[0] != 0:
         return None
     if kwargs.get("start", 0) != 0 or kwargs.get("step", 1) != 1 or len(args) > 2:
@@ -121,12 +122,12 @@ def mask_table(ctx: Context, node: Node, mask: Mask, axes: Axes) -> Table:
     return Table(axes, mask.routing, 0.0, mask.expert, root, axes if root else (), slots=mask.weight, ones=mask.weight is None)
 
 
-def over_slots(ctx: Context, node: Node, x: Node, dim: Any, keepdim: bool) -> Any:
+def over_slots(ctx: Context, node: Node, x: Node, dim: Any, keepdim: bool) -> Finding:
     """Sum (or any, or max) of a mask over the slots of a token; over everything but the expert it counts tokens."""
     return summed(ctx, node, ctx.fact(x), dim, keepdim)
 
 
-def summed(ctx: Context, node: Node, mask: Any, dim: Any, keepdim: bool) -> Any:
+def summed(ctx: Context, node: Node, mask: Any, dim: Any, keepdim: bool) -> Finding:
     if isinstance(mask, Mask | Table) and dim is None and mask.expert is not None:
         return number_of(node, mask)
     if isinstance(mask, Table) and dim is not None:
@@ -178,7 +179,7 @@ def _chosen_by(ctx: Context, node: Node, table: Table, dim: Any, keepdim: bool) 
 
 
 @rule("any")
-def on_any(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim: bool = False) -> Any:
+def on_any(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim: bool = False) -> Finding:
     fact = ctx.fact(x)
     if fact.weight is not None if isinstance(fact, Mask) else isinstance(fact, Table) and not fact.ones:
         fact = sparse_entries.compared(ctx, node, fact, above=None)  # ``gates[..., e].any(1)``
@@ -248,7 +249,7 @@ def one_index(facts: list[Any], shape: tuple[Any, ...]) -> tuple[int, Index] | N
 
 
 @rule("nonzero")
-def on_nonzero(ctx: Context, node: Node, x: Node, as_tuple: bool = False) -> Any:
+def on_nonzero(ctx: Context, node: Node, x: Node, as_tuple: bool = False) -> Finding:
     fact = ctx.fact(x)
     if by_expert.is_map(fact):
         return by_expert.listed(ctx, node, fact, as_tuple=as_tuple)
@@ -267,11 +268,11 @@ def on_nonzero(ctx: Context, node: Node, x: Node, as_tuple: bool = False) -> Any
 
 
 @rule("nonzero_numpy")
-def on_nonzero_tuple(ctx: Context, node: Node, x: Node) -> Any:
+def on_nonzero_tuple(ctx: Context, node: Node, x: Node) -> Finding:
     return on_nonzero(ctx, node, x, as_tuple=True)
 
 
-def masked(ctx: Context, node: Node, fact: Mask | Table, keep: Any, other: Any) -> Any:
+def masked(ctx: Context, node: Node, fact: Mask | Table, keep: Any, other: Any) -> Finding:
     """``keep`` where the expert was chosen, the constant ``other`` elsewhere."""
     fill = constant(ctx, other)
     if fill is None:

@@ -11,14 +11,14 @@ from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, as_size
 from moefuse.passes.ir.axes import Atom, Axis, atoms
-from moefuse.passes.ir.facts import Absent, Entries, Index, Many, Order, Range, Routing, Sorted, View
+from moefuse.passes.ir.facts import Absent, Entries, Finding, Index, Many, Order, Range, Routing, Sorted, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import sparse_entries
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
 
 
 @rule("sort", "argsort", shown=("stable",))
-def on_sort(ctx: Context, node: Node, x: Node, *, dim: int = -1, descending: bool = False) -> Any:
+def on_sort(ctx: Context, node: Node, x: Node, *, dim: int = -1, descending: bool = False) -> Finding:
     """Sorting the flattened ids; ``argsort`` of the order is its inverse."""
     only_order = ctx.calls[node].name == "argsort"  # type: ignore[union-attr]
     if descending:
@@ -54,7 +54,7 @@ def slot_rows(routing: Routing) -> Axis:
 
 
 @rule("floor_divide")
-def on_floor_divide(ctx: Context, node: Node, x: Node, other: Any) -> Any:
+def on_floor_divide(ctx: Context, node: Node, x: Node, other: Any) -> Finding:
     fact = ctx.fact(x)
     if isinstance(fact, Range):
         return None
@@ -74,12 +74,12 @@ def beyond(fact: Sorted, name: str, bound: Any) -> Absent | None:
     return Absent(fact.axes, fact.order.routing, bound + (name == "gt"))
 
 
-def on_div(ctx: Context, node: Node, x: Any, other: Any, rounding_mode: str | None) -> Any:
+def on_div(ctx: Context, node: Node, x: Any, other: Any, rounding_mode: str | None) -> Finding:
     """``div`` with rounding, for pointwise.py."""
     return on_floor_divide(ctx, node, x, other) if rounding_mode in ("floor", "trunc") else None
 
 
-def assign_inverse(ctx: Context, node: Node, target: Node, index: Any, value: Any) -> Any:
+def assign_inverse(ctx: Context, node: Node, target: Node, index: Any, value: Any) -> Finding:
     """``inverse[perm] = arange(S)``."""
     source = ctx.fact(value)
     full = (

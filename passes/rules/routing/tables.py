@@ -18,12 +18,12 @@ from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.infer.operands import padded, real
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Atom, Axes
-from moefuse.passes.ir.facts import Column, Fill, Mask, Routing, Table, View
+from moefuse.passes.ir.facts import Column, Fill, Finding, Mask, Routing, Table, View
 from moefuse.passes.rules import rule
 
 
 @rule(*FILLS)
-def on_fill(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Any:
+def on_fill(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Finding:
     value = tensor(node)
     if value is None:
         return None
@@ -67,7 +67,7 @@ def derived(node: Node, table: Table, fill: float) -> Table:
     return replace(table, fill=fill, root=node if whole else None, root_axes=table.axes if whole else (), slots=None, ones=False)
 
 
-def table_with(ctx: Context, node: Node, name: str, table: Table, other: Any, table_first: bool) -> Any:
+def table_with(ctx: Context, node: Node, name: str, table: Table, other: Any, table_first: bool) -> Finding:
     """A table and a plain tensor or number: zero stays zero under a product or when it is divided."""
     axes = _broadcast(table, other, node)
     if axes is None:

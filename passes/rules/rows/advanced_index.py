@@ -16,6 +16,7 @@ from moefuse.passes.ir.facts import (
     Domain,
     Entries,
     Fact,
+    Finding,
     Index,
     Listed,
     Lost,
@@ -41,17 +42,17 @@ _ALL = slice(None, None, None)
 
 
 @rule("index_select")
-def on_index_select(ctx: Context, node: Node, x: Node, dim: int, index: Node) -> Any:
+def on_index_select(ctx: Context, node: Node, x: Node, dim: int, index: Node) -> Finding:
     return by_tensor(ctx, node, x, [*[_ALL] * normalize(dim, len(out_shape(x))), index])
 
 
 @rule("embedding")
-def on_embedding(ctx: Context, node: Node, ids: Node, table: Node) -> Any:
+def on_embedding(ctx: Context, node: Node, ids: Node, table: Node) -> Finding:
     """``F.embedding(token, x)``. What its options are for, and their gradients, no op has."""
     return by_tensor(ctx, node, table, [ids])
 
 
-def by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
+def by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Finding:
     """Indexing by tensors, perhaps with None in front or full slices behind."""
     added = 0
     while added < len(items) and items[added] is None:
@@ -64,7 +65,7 @@ def by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
     return found.with_axes((*((),) * added, *found.axes))
 
 
-def _by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
+def _by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Finding:
     base = ctx.fact(x)
     while isinstance(base, Mask | Table) and isinstance(items[0], int) and not isinstance(items[1], int | slice):
         base, items = pick(ctx, node, x, base, 0, items[0]), items[1:]  # ``gates[e, token]`` is ``gates[e][token]``
@@ -74,7 +75,7 @@ def _by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
     return found
 
 
-def _of_base(ctx: Context, node: Node, x: Node, items: list[Any], base: Any) -> Any:
+def _of_base(ctx: Context, node: Node, x: Node, items: list[Any], base: Any) -> Finding:
     indices = [ctx.fact(i) if isinstance(i, Node) else i for i in items]
     first, tail = indices[0], indices[1:]
     plain = not [t for t in tail if t != _ALL]
@@ -117,7 +118,7 @@ def by_list(ctx: Context, node: Node, x: Node, base: Any, first: Listed, indices
     return as_list(node, first, found)
 
 
-def by_ids(ctx: Context, base: View, ids: View) -> Any:
+def by_ids(ctx: Context, base: View, ids: View) -> Finding:
     """``W[ids]``: each slot's expert weight."""
     routing = routing_of(ctx, ids)
     axes = role_axes(ids, routing) if routing is not None else None
@@ -150,10 +151,10 @@ def by_range(base: View, index: Range) -> View | None:
     if not (kinds == ["d"] or (not kinds and same(index.size, 1))) or not same(index.size, extent(base.axes[0])):
         return None
     rows = tuple(tuple(one for a in axis for one in (base.axes[0] if a.kind == "d" else (a,))) for axis in index.axes)
-    return base.with_axes((*rows, *base.axes[1:]))  # type: ignore[no-any-return]
+    return base.with_axes((*rows, *base.axes[1:]))
 
 
-def by_order(ctx: Context, node: Node, base: Any, index: Sorted) -> Any:
+def by_order(ctx: Context, node: Node, base: Any, index: Sorted) -> Finding:
     """Indexing by the sorted order of all slots, by its tokens, or by its inverse."""
     order, routing = index.order, index.order.routing
     rows: Axis = (Atom("r", 0, routing.num_tokens * routing.top_k if routing.kept is None else out_shape(node)[0]),)

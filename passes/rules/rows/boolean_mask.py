@@ -12,7 +12,23 @@ from moefuse.passes.graph.sizes import Size, product, same, same_shape
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Axes, atoms, extent, fresh
 from moefuse.passes.ir.expr import SlotWeight
-from moefuse.passes.ir.facts import Buffer, Column, Fact, Fill, Index, Lost, Mask, Range, Rows, Selection, SlotMask, Sum, Table, View
+from moefuse.passes.ir.facts import (
+    Buffer,
+    Column,
+    Fact,
+    Fill,
+    Finding,
+    Index,
+    Lost,
+    Mask,
+    Range,
+    Rows,
+    Selection,
+    SlotMask,
+    Sum,
+    Table,
+    View,
+)
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import by_expert, slot_masks
 from moefuse.passes.rules.routing.ids import is_slot_weight, row_axis
@@ -25,7 +41,7 @@ _ALL = slice(None, None, None)
 
 
 @rule("masked_select")
-def on_masked_select(ctx: Context, node: Node, x: Node, mask: Node) -> Any:
+def on_masked_select(ctx: Context, node: Node, x: Node, mask: Node) -> Finding:
     """``x.masked_select(mask[:, None])``, ``weights.masked_select(mask)``."""
     where, rows = ctx.fact(mask), ctx.fact(x)
     if isinstance(where, SlotMask):
@@ -35,7 +51,7 @@ def on_masked_select(ctx: Context, node: Node, x: Node, mask: Node) -> Any:
     return by_wide_mask(ctx, node, x, where) if isinstance(where, Mask | Table) else None
 
 
-def by_wide_mask(ctx: Context, node: Node, x: Node, mask: Mask | Table) -> Any:
+def by_wide_mask(ctx: Context, node: Node, x: Node, mask: Mask | Table) -> Finding:
     """``x.masked_select(mask[:, None])``: the features of an expert's tokens, one row behind the other."""
     narrow, base = by_rows_of(mask, out_shape(x)), ctx.fact(x)
     if narrow is None or not isinstance(base, Fact):
@@ -49,7 +65,7 @@ def by_wide_mask(ctx: Context, node: Node, x: Node, mask: Mask | Table) -> Any:
     return found.with_axes(((rows, *features),))
 
 
-def by_rows_of(mask: Mask | Table, shape: tuple[Size, ...]) -> Any:
+def by_rows_of(mask: Mask | Table, shape: tuple[Size, ...]) -> Mask | Table | None:
     """A mask that is broadcast over the features of a tensor, without them; None if it is not as long as the tensor's other dimensions."""
     last = max((i for i, axis in enumerate(mask.axes) if any(a.kind != "b" for a in axis)), default=-1)
     lead: Axes = mask.axes[: last + 1]
@@ -57,7 +73,7 @@ def by_rows_of(mask: Mask | Table, shape: tuple[Size, ...]) -> Any:
     return mask.with_axes(lead) if lead and fits else None
 
 
-def by_any_mask(ctx: Context, node: Node, x: Node, base: Any, mask: Mask | Table, tail: list[Any]) -> Any:
+def by_any_mask(ctx: Context, node: Node, x: Node, base: Any, mask: Mask | Table, tail: list[Any]) -> Finding:
     """``x[mask]``, perhaps with a column behind (``w[mask, k]``, ``w[mask, k:k + 1]``), for a mask over tokens, or tokens and slots."""
     if by_expert.is_map(mask) and not tail and len(out_shape(x)) == 2:
         return by_expert.selected(ctx, node, base, mask)  # type: ignore[arg-type]
@@ -83,7 +99,7 @@ def by_any_mask(ctx: Context, node: Node, x: Node, base: Any, mask: Mask | Table
     return taken if not new or isinstance(taken, Lost) else None
 
 
-def _column(ctx: Context, node: Node, x: Node, base: View, at: Any) -> Any:
+def _column(ctx: Context, node: Node, x: Node, base: View, at: Any) -> Finding:
     """One column of a tensor, by its number or as a slice of one; a tensor of one column stays a view."""
     last = len(base.axes) - 1
     if isinstance(at, int):
@@ -91,7 +107,7 @@ def _column(ctx: Context, node: Node, x: Node, base: View, at: Any) -> Any:
     return cut(ctx, node, base, last, at) if isinstance(at, slice) else None
 
 
-def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, columns: tuple[str, ...]) -> Any:
+def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, columns: tuple[str, ...]) -> Finding:
     """``x[mask]`` with a boolean mask over tokens, or over tokens and slots."""
     rows = row_axis(node)
     if columns == ("token",):

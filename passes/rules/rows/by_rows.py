@@ -13,7 +13,23 @@ from moefuse.passes.infer.gates import gate
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis, extent, fresh
 from moefuse.passes.ir.expr import Gate, SlotWeight
-from moefuse.passes.ir.facts import Buffer, Column, Fill, Index, Mask, Order, Range, Routing, Rows, Selection, Sorted, Sum, Table, View
+from moefuse.passes.ir.facts import (
+    Buffer,
+    Column,
+    Fill,
+    Finding,
+    Index,
+    Mask,
+    Order,
+    Range,
+    Routing,
+    Rows,
+    Selection,
+    Sorted,
+    Sum,
+    Table,
+    View,
+)
 from moefuse.passes.rules.routing import slot_masks
 from moefuse.passes.rules.routing.ids import is_slot_weight, row_axis
 from moefuse.passes.rules.routing.masks import one_index
@@ -23,7 +39,7 @@ from moefuse.passes.rules.rows.leaves import row_domain, slot_gate, slot_value, 
 _ALL = slice(None, None, None)
 
 
-def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, indices: list[Any]) -> Any:
+def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, indices: list[Any]) -> Finding:
     """``x[token_rows]``, ``w[token_rows, slot_rows]``, with None, full slices or a constant slot behind."""
     together = one_index(indices, out_shape(x))
     if together is not None and isinstance(base, View | Fill | Sum | Table | Mask | Rows):
@@ -61,7 +77,7 @@ def _by_slot(fill: Fill, routing: Routing) -> bool:
     return all(a.kind == "d" for a in atoms) and same(extent(tuple(atoms)), routing.num_tokens * routing.top_k)
 
 
-def by_slots(node: Node, base: Any, chosen: Selection, rest: list[Any]) -> Any:
+def by_slots(node: Node, base: Any, chosen: Selection, rest: list[Any]) -> Finding:
     """``w.flatten()[slots]``: a value per slot, for the slots of an expert."""
     rows = row_axis(node)
     if isinstance(base, Range) and len(base.axes) == 1 and len(base.axes[0]) == 2:
@@ -75,7 +91,7 @@ def by_slots(node: Node, base: Any, chosen: Selection, rest: list[Any]) -> Any:
     return with_none(Rows(axes, row_domain(chosen), expr), rest)
 
 
-def _by_tokens(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, rows: Axis, rest: list[Any]) -> Any:
+def _by_tokens(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, rows: Axis, rest: list[Any]) -> Finding:
     """A value per token, for the tokens of an expert."""
     if isinstance(base, Sum) and base.parts[0].rows.domain.routing is not chosen.routing:
         base = View(fresh(out_shape(x)), x)
@@ -136,10 +152,10 @@ def with_none(rows: Rows, rest: list[Any]) -> Rows | None:
             axes = (*axes, ())
         elif r != _ALL:
             return None
-    return rows.with_axes(axes)  # type: ignore[no-any-return]
+    return rows.with_axes(axes)
 
 
-def slots_together(base: Any) -> Any:
+def slots_together(base: Any) -> Finding:
     """A [tokens, slots of a token, features] tensor as one of [slots, features]."""
     return replace(base, axes=(base.axes[0] + base.axes[1], *base.axes[2:])) if isinstance(base, View) and len(base.axes) == 3 else None
 

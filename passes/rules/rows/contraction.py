@@ -21,7 +21,7 @@ from moefuse.passes.infer.unpacking import is_unpacked
 from moefuse.passes.infer.weight_sums import stack_of_sums
 from moefuse.passes.ir.axes import Atom, Axes, Axis, align, fresh, reshape
 from moefuse.passes.ir.expr import Cast, Expr, Leaf, Linear, Op, SharedVector
-from moefuse.passes.ir.facts import Counts, Domain, Lost, Mask, Order, Routing, RowNumber, Rows, Table, View, Weight
+from moefuse.passes.ir.facts import Counts, Domain, Finding, Lost, Mask, Order, Routing, RowNumber, Rows, Table, View, Weight
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.masks import mask_table, masked_weight
 from moefuse.passes.rules.rows.leaves import slot_value, token
@@ -32,7 +32,7 @@ Labels = str
 
 
 @rule("linear")
-def on_linear(ctx: Context, node: Node, x: Any, weight: Any, bias: Any = None) -> Any:
+def on_linear(ctx: Context, node: Node, x: Any, weight: Any, bias: Any = None) -> Finding:
     rank = len(out_shape(x))
     lead = "abcdgh"[: rank - 1]
     found = contract(ctx, node, x, weight, lead + "i", "oi", lead + "o")
@@ -41,7 +41,7 @@ def on_linear(ctx: Context, node: Node, x: Any, weight: Any, bias: Any = None) -
     return with_bias(ctx, node, found, bias)
 
 
-def with_bias(ctx: Context, node: Node, rows: Rows, bias: Any) -> Any:
+def with_bias(ctx: Context, node: Node, rows: Rows, bias: Any) -> Finding:
     """Rows plus a bias per expert (or shared)."""
     item = beside(ctx, node, rows.axes, rows.domain, bias)
     if item is None:
@@ -50,12 +50,12 @@ def with_bias(ctx: Context, node: Node, rows: Rows, bias: Any) -> Any:
 
 
 @rule("bmm")
-def on_bmm(ctx: Context, node: Node, a: Any, mat2: Any) -> Any:
+def on_bmm(ctx: Context, node: Node, a: Any, mat2: Any) -> Finding:
     return contract(ctx, node, a, mat2, "bij", "bjk", "bik")
 
 
 @rule("baddbmm", "addmm", "addbmm")
-def on_baddbmm(ctx: Context, node: Node, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def on_baddbmm(ctx: Context, node: Node, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Finding:
     name = ctx.calls[node].name  # type: ignore[union-attr]
     if beta != 1 or alpha != 1 or name == "addbmm":
         return None
@@ -65,7 +65,7 @@ def on_baddbmm(ctx: Context, node: Node, bias: Any, a: Any, b: Any, *, beta: Any
 
 
 @rule("matmul", "mm")
-def on_matmul(ctx: Context, node: Node, a: Any, other: Any) -> Any:
+def on_matmul(ctx: Context, node: Node, a: Any, other: Any) -> Finding:
     b = other
     left, right = tensor(a), tensor(b)
     if left is None or right is None or left.dim() < 1 or right.dim() < 2:
@@ -80,7 +80,7 @@ def on_matmul(ctx: Context, node: Node, a: Any, other: Any) -> Any:
 
 
 @rule("einsum")
-def on_einsum(ctx: Context, node: Node, equation: Any, *given: Any) -> Any:
+def on_einsum(ctx: Context, node: Node, equation: Any, *given: Any) -> Finding:
     read = equation_of(equation, *given)
     if read is None or len(read.operands) == 1:
         return None
@@ -93,7 +93,7 @@ def on_einsum(ctx: Context, node: Node, equation: Any, *given: Any) -> Any:
     return _in_pairs(ctx, node, [(names, ctx.fact(value)) for names, value in zip(labels, factors, strict=True)], out, sizes)
 
 
-def _in_pairs(ctx: Context, node: Node, terms: list[tuple[Labels, Any]], out: Labels, sizes: dict[str, Any]) -> Any:
+def _in_pairs(ctx: Context, node: Node, terms: list[tuple[Labels, Any]], out: Labels, sizes: dict[str, Any]) -> Finding:
     """An einsum of several operands, two at a time: rows meet an expert weight before anything is summed that both do not have."""
     for (i, (first, x)), (j, (second, y)) in itertools.combinations(enumerate(terms), 2):
         rest = [t for at, t in enumerate(terms) if at not in (i, j)]
@@ -111,7 +111,7 @@ def _in_pairs(ctx: Context, node: Node, terms: list[tuple[Labels, Any]], out: La
 
 
 @rule("grouped_mm")
-def on_grouped_mm(ctx: Context, node: Node, x: Any, weight: Any, offs: Any = None, bias: Any = None) -> Any:
+def on_grouped_mm(ctx: Context, node: Node, x: Any, weight: Any, offs: Any = None, bias: Any = None) -> Finding:
     """A GEMM over rows sorted by expert; ``offs`` must be the ends of the experts in the same order."""
     rows, stack, ends = ctx.fact(x), ctx.fact(weight), ctx.fact(offs)
     if not isinstance(rows, Rows):
@@ -131,7 +131,7 @@ def on_grouped_mm(ctx: Context, node: Node, x: Any, weight: Any, offs: Any = Non
     return Rows((rows.axes[0], (Atom("f", 0, shape[-1]),)), rows.domain, Linear(node, rows.expr, weights))
 
 
-def contract(ctx: Context, node: Node, a: Any, b: Any, first: Labels, second: Labels, out: Labels) -> Any:
+def contract(ctx: Context, node: Node, a: Any, b: Any, first: Labels, second: Labels, out: Labels) -> Finding:
     """A two-operand einsum between facts."""
     x, y, sizes = _stack(ctx, a, node), _stack(ctx, b, node), out_shape(node)
     if len(out) == len(sizes) and (split := apart(y, second, first, out, sizes)) is not None:
@@ -141,7 +141,7 @@ def contract(ctx: Context, node: Node, a: Any, b: Any, first: Labels, second: La
     return contracted(ctx, node, x, y, first, second, out, sizes)
 
 
-def contracted(ctx: Context, node: Node, x: Any, y: Any, first: Labels, second: Labels, out: Labels, shape: tuple[Any, ...]) -> Any:
+def contracted(ctx: Context, node: Node, x: Any, y: Any, first: Labels, second: Labels, out: Labels, shape: tuple[Any, ...]) -> Finding:
     """The fact of a contraction of two facts, whose result has the given sizes."""
     if x is None or y is None or len(first) != len(x.axes if hasattr(x, "axes") else ()) or len(second) != len(getattr(y, "axes", ())):
         return None
@@ -163,7 +163,7 @@ def contracted(ctx: Context, node: Node, x: Any, y: Any, first: Labels, second: 
     return None
 
 
-def _stack(ctx: Context, value: Any, node: Node) -> Any:
+def _stack(ctx: Context, value: Any, node: Node) -> Finding:
     """The fact of an operand. With one A for all experts, B @ A looks like experts on the rows of A."""
     fact = ctx.fact(value)
     rows = isinstance(fact, Rows) and fact.domain.routing is None
@@ -212,7 +212,9 @@ def _repeats(axis: Axis) -> bool:
     return all(a.kind == "b" or same(a.size, 1) for a in axis)
 
 
-def project(ctx: Context, node: Node, x: Any, weight: Weight, names: Labels, others: Labels, out: Labels, shape: tuple[Any, ...]) -> Any:
+def project(
+    ctx: Context, node: Node, x: Any, weight: Weight, names: Labels, others: Labels, out: Labels, shape: tuple[Any, ...]
+) -> Finding:
     """Rows (or plain tokens) times an expert weight over one feature dimension."""
     summed = [c for c in names if c in others and c not in out]
     if len(summed) != 1 or any(c not in out for c in (set(names) | set(others)) - set(summed)):
@@ -369,7 +371,7 @@ def _computed(ctx: Context, node: Node, x: View, routing: Routing) -> Expr | Non
     return Op(x.root, "mul", tuple(items)) if len(items) == 2 and None not in items else None
 
 
-def weighted_sum(ctx: Context, node: Node, rows: Rows, value: Any, names: Labels, others: Labels, out: Labels) -> Any:
+def weighted_sum(ctx: Context, node: Node, rows: Rows, value: Any, names: Labels, others: Labels, out: Labels) -> Finding:
     """A contraction of rows with routing weights over the slots of a token (or over all experts)."""
     summed = [c for c in names if c not in out]
     if len(summed) != 1 or summed[0] not in others:
@@ -392,7 +394,7 @@ def weighted_sum(ctx: Context, node: Node, rows: Rows, value: Any, names: Labels
     return combined(ctx, node, scaled, full[names.index(summed[0])], left)
 
 
-def summed_mask(ctx: Context, node: Node, mask: Mask, weight: View, names: Labels, others: Labels, out: Labels) -> Any:
+def summed_mask(ctx: Context, node: Node, mask: Mask, weight: View, names: Labels, others: Labels, out: Labels) -> Finding:
     """``einsum("tk,tke->te")``: weights times a one-hot mask, summed over the slots."""
     summed = [c for c in names if c not in out]
     if [a.kind for c in summed for a in mask.axes[names.index(c)]] != ["k"] or any(c not in names for c in others):

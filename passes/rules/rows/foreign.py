@@ -16,7 +16,7 @@ from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, as_size, out_shape
 from moefuse.passes.ir.axes import Atom, Axes
 from moefuse.passes.ir.expr import Expr, Held, Leaf, Linear
-from moefuse.passes.ir.facts import Counts, Lost, Rows, View, Weight
+from moefuse.passes.ir.facts import Counts, Finding, Lost, Rows, View, Weight
 from moefuse.passes.rules import ANY, rule
 from moefuse.passes.rules.routing.absent import unwritten
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
@@ -27,7 +27,7 @@ _STACK, _MATRIX = 3, 2
 
 
 @rule(*(ANY + name for name in OPERATORS))
-def on_operator(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Any:
+def on_operator(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Finding:
     """An operator of the table, where it has rows of experts; else it is any operator."""
     call = ctx.calls[node]
     assert call is not None
@@ -61,7 +61,7 @@ class _Product:
         weight = replace(found.expr.weight, held=Held(encoding, scale))
         return replace(found, expr=replace(found.expr, weight=weight))
 
-    def by_one(self) -> Any:
+    def by_one(self) -> Finding:
         """Each row times the one weight that is given, a row of a stack or an expert's own."""
         rows, weight = self.ctx.fact(self.rows), self.ctx.fact(self.storage)
         lead = "abcdgh"[: len(out_shape(self.rows)) - 1]
@@ -89,7 +89,7 @@ class _Product:
         weight = Weight(axes, stack.root, None, routing)
         return project(self.ctx, self.node, rows, weight, "si", "soi", "so", out_shape(self.node))
 
-    def by_ends(self) -> Any:
+    def by_ends(self) -> Finding:
         """Rows sorted by expert, of which those of an expert end where the operator is told."""
         rows, stack = self.ctx.fact(self.rows), self.ctx.fact(self.storage)
         ends, counts = (self.ctx.fact(self.given[name]) for name in ("offsets", "tokens_per_expert"))

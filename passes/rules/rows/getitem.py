@@ -8,14 +8,14 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.infer.state import Context, out_shape
-from moefuse.passes.ir.facts import Combined, Fact, Many, Sum
+from moefuse.passes.ir.facts import Combined, Fact, Finding, Many, Sum
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.rows.advanced_index import by_tensor
 from moefuse.passes.rules.rows.index import basic, up_to_last, without_features
 
 
 @rule("getitem")
-def on_getitem(ctx: Context, node: Node, x: Any, index: Any) -> Any:
+def on_getitem(ctx: Context, node: Node, x: Any, index: Any) -> Finding:
     known = ctx.facts.get(x) if isinstance(x, Node) else None
     if isinstance(known, Many):
         return known.items[index] if isinstance(index, int) and -len(known.items) <= index < len(known.items) else None

@@ -19,11 +19,11 @@ from moefuse.passes.ir.facts import (
     Counts,
     Entries,
     Fact,
+    Finding,
     Hit,
     Index,
     IndexMatrix,
     Listed,
-    Lost,
     Many,
     Mask,
     Occurring,
@@ -45,23 +45,20 @@ from moefuse.passes.rules.sums import segments
 _ALL = slice(None, None, None)
 
 
-def basic(ctx: Context, node: Node, x: Node, fact: Fact, items: list[Any]) -> Any:
+def basic(ctx: Context, node: Node, x: Node, fact: Fact, items: list[Any]) -> Finding:
     """Indexing by integers, slices, None and an ellipsis, one dimension after another."""
     items = every_dim(items, len(fact.axes))
-    current: Any = fact
     dim = 0
     for item in items:
+        found: Finding
         if item is None:
-            current = current.with_axes((*current.axes[:dim], (), *current.axes[dim:]))
-            dim += 1
-        elif isinstance(item, int):
-            current = pick(ctx, node, x, current, dim, item)
+            found = fact.with_axes((*fact.axes[:dim], (), *fact.axes[dim:]))
         else:
-            current = cut(ctx, node, current, dim, item)
-            dim += 1
-        if current is None or isinstance(current, Lost):
-            return current
-    return current
+            found = pick(ctx, node, x, fact, dim, item) if isinstance(item, int) else cut(ctx, node, fact, dim, item)
+        if not isinstance(found, Fact):
+            return found
+        fact, dim = found, dim + (not isinstance(item, int))
+    return fact
 
 
 def every_dim(items: Sequence[Any], rank: int) -> list[Any]:
@@ -98,7 +95,7 @@ def _dims_of(item: Any) -> int:
     return 0 if item is None or item is Ellipsis else value.dim() if value is not None and value.dtype == torch.bool else 1
 
 
-def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any:
+def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Finding:
     """One index of a dimension: an expert, a feature half, or a dimension of size one."""
     axis = fact.axes[dim]
     axes: Axes = (*fact.axes[:dim], *fact.axes[dim + 1 :])
@@ -203,7 +200,7 @@ def _features(fact: Rows, axes: Axes, part: Slice) -> Rows | None:
     return replace(fact, axes=axes, expr=part) if sum(a.kind == "f" for a in atoms(fact.axes)) == 1 else None
 
 
-def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
+def cut(ctx: Context, node: Node, fact: Fact, dim: int, item: slice) -> Finding:
     """A slice of a dimension: nothing, one expert's column, or some features."""
     axis = fact.axes[dim]
     if dim == 0 and item.step is None and any(isinstance(v, Node) for v in (item.start, item.stop)):
@@ -240,7 +237,7 @@ def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
     return None
 
 
-def _between(ctx: Context, node: Node, fact: Any, item: slice) -> Any:
+def _between(ctx: Context, node: Node, fact: Fact, item: slice) -> Finding:
     """The rows between two offsets that only the run knows."""
     if isinstance(fact, Listed):
         return listed.of_bounds(ctx, node, fact, item.start, item.stop)
@@ -248,7 +245,7 @@ def _between(ctx: Context, node: Node, fact: Any, item: slice) -> Any:
 
 
 @rule("select")
-def on_select(ctx: Context, node: Node, x: Node, dim: int, index: Any) -> Any:
+def on_select(ctx: Context, node: Node, x: Node, dim: int, index: Any) -> Finding:
     fact = ctx.fact(x)
     number = ctx.number(index)
     index = index if number is None else number
@@ -258,7 +255,7 @@ def on_select(ctx: Context, node: Node, x: Node, dim: int, index: Any) -> Any:
 
 
 @rule("narrow")
-def on_narrow(ctx: Context, node: Node, x: Node, dim: int, start: Any, length: Any) -> Any:
+def on_narrow(ctx: Context, node: Node, x: Node, dim: int, start: Any, length: Any) -> Finding:
     fact = ctx.fact(x)
     if not isinstance(fact, Fact) or isinstance(fact, Sum) or not isinstance(start, int) or not isinstance(length, int):
         return None
@@ -266,7 +263,7 @@ def on_narrow(ctx: Context, node: Node, x: Node, dim: int, start: Any, length: A
 
 
 @rule("unbind")
-def on_unbind(ctx: Context, node: Node, x: Node, dim: int = 0) -> Any:
+def on_unbind(ctx: Context, node: Node, x: Node, dim: int = 0) -> Finding:
     fact = ctx.fact(x)
     if not isinstance(fact, Fact) or isinstance(fact, Sum):
         return None
@@ -278,7 +275,7 @@ def on_unbind(ctx: Context, node: Node, x: Node, dim: int = 0) -> Any:
 
 
 @rule("chunk", "tensor_split")
-def on_chunk(ctx: Context, node: Node, x: Node, chunks: Any, dim: int = 0) -> Any:
+def on_chunk(ctx: Context, node: Node, x: Node, chunks: Any, dim: int = 0) -> Finding:
     fact = ctx.fact(x)
     if not isinstance(fact, Fact) or isinstance(fact, Sum) or not isinstance(chunks, int):
         return None
@@ -289,7 +286,7 @@ def on_chunk(ctx: Context, node: Node, x: Node, chunks: Any, dim: int = 0) -> An
 
 
 @rule("split", "split_with_sizes")
-def on_split(ctx: Context, node: Node, x: Node, sizes: Any, dim: int = 0) -> Any:
+def on_split(ctx: Context, node: Node, x: Node, sizes: Any, dim: int = 0) -> Finding:
     fact = ctx.fact(x)
     if not isinstance(fact, Fact) or isinstance(fact, Sum):
         return None

@@ -14,7 +14,7 @@ from moefuse.passes.infer.cone import behind_expert
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Atom, Axis, align, atoms, extent
 from moefuse.passes.ir.expr import Expr, Gate, SlotWeight, Token
-from moefuse.passes.ir.facts import Column, Domain, Routing, Rows, Selection, View
+from moefuse.passes.ir.facts import Column, Domain, Finding, Routing, Rows, Selection, View
 from moefuse.passes.rules.routing.ids import is_slot_weight
 
 
@@ -28,7 +28,7 @@ def slot_gate(node: Node, column: Column, chosen: Selection, rows: Axis) -> Rows
     return Rows(axes, row_domain(chosen), Gate(node, column.base.root, True, False, chosen.expert))
 
 
-def take_tokens(ctx: Context, node: Node, base: View, chosen: Selection, rows: Axis) -> Any:
+def take_tokens(ctx: Context, node: Node, base: View, chosen: Selection, rows: Axis) -> Finding:
     """Rows of a plain [tokens, H] tensor for the tokens of an expert."""
     token_axes, features = base.axes[:1], base.axes[1:]
     inner = features[: max((i for i, a in enumerate(features) if a), default=0)]
@@ -63,7 +63,7 @@ def take_rows(base: Rows, chosen: Selection, rows: Axis) -> Rows | None:
     return Rows((rows, base.axes[-1]), row_domain(chosen), base.expr)
 
 
-def _take_sequences(ctx: Context, node: Node, base: View, chosen: Selection, lead: tuple[Axis, ...]) -> Any:
+def _take_sequences(ctx: Context, node: Node, base: View, chosen: Selection, lead: tuple[Axis, ...]) -> Finding:
     """``images[b]`` of [B, S, H] where ids are [B, K]: all tokens of a sequence or an image go to the same experts."""
     count, last = len(lead), base.axes[len(lead) :]
     expr = token(node, base, list(base.axes[:count]), list(last))

@@ -16,7 +16,7 @@ from moefuse.passes.infer.operands import fits, joined, scalar
 from moefuse.passes.infer.state import Context, as_size, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, extent
 from moefuse.passes.ir.expr import Expr, Op
-from moefuse.passes.ir.facts import Index, Listed, Lost, Many, Part, RowNumber, Rows, Selection, Span
+from moefuse.passes.ir.facts import Finding, Index, Listed, Lost, Many, Part, RowNumber, Rows, Selection, Span
 from moefuse.passes.rules.routing.offsets import bound
 from moefuse.passes.rules.rows.leaves import row_domain
 
@@ -76,7 +76,7 @@ def of_sizes(ctx: Context, node: Node, fact: Listed, sizes: Any) -> Many | Lost 
     return Many(tuple(item.with_axes(_own(item.axes, Atom("r", 0, shape_of(v)[0]))) for item, v in zip(own, values, strict=True)))
 
 
-def of_bounds(ctx: Context, node: Node, fact: Listed, start: Any, stop: Any) -> Any:
+def of_bounds(ctx: Context, node: Node, fact: Listed, start: Any, stop: Any) -> Finding:
     """``xs[start:stop]``, where the experts stand in order."""
     low, high = bound(ctx, start), bound(ctx, stop) if stop is not None else None
     if low is None or high is None or high[0] is None or high[1] != low[1] + 1 or low[0] not in (None, high[0]):
@@ -84,7 +84,7 @@ def of_bounds(ctx: Context, node: Node, fact: Listed, start: Any, stop: Any) -> 
     before = fact.items[: high[1]]
     if len(before) < high[1] or not all(_has_slots(item, Span((), high[0], e, e + 1)) for e, item in enumerate(before)):
         return _unknown(ctx, node, fact)
-    item = items(fact)[low[1]]
+    item: Rows | Index = items(fact)[low[1]]
     return item.with_axes(_own(item.axes, Atom("r", 0, out_shape(node)[0])))
 
 

@@ -20,7 +20,7 @@ from moefuse.passes.infer.routings import shared_routing
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Axes, extent, fresh
 from moefuse.passes.ir.expr import Expr, Gate, Op, has_linear, walk
-from moefuse.passes.ir.facts import Buffer, Counts, Domain, Fill, Listed, Lost, Mask, Rows, Sorted, Span, Table, View
+from moefuse.passes.ir.facts import Buffer, Counts, Domain, Fill, Finding, Listed, Lost, Mask, Rows, Sorted, Span, Table, View
 from moefuse.passes.rules import EVERYTHING, rule
 from moefuse.passes.rules.routing import slot_masks
 from moefuse.passes.rules.routing.masked_slots import dropped
@@ -38,7 +38,7 @@ _BESIDE = SHAPED | CASTS | frozenset(("stack", "cat"))
 
 
 @rule(*UNARY, *(set(TERNARY) - {"addcmul"}), "pow", "maximum", "minimum", "remainder", "fmod", "atan2", "rsub")
-def on_pointwise(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Any:
+def on_pointwise(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Finding:
     facts = [ctx.fact(a) for a in (*args, *kwargs.values())]
     if any(isinstance(f, Span | Counts) for f in facts):
         return difference(ctx, *args) if ctx.calls[node].name == "sub" and len(args) == 2 and not kwargs else None  # type: ignore[union-attr]
@@ -75,7 +75,7 @@ def plain(ctx: Context, node: Node, facts: list[Any]) -> View | None:
     return None
 
 
-def row_local(ctx: Context, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None = None) -> Any:
+def row_local(ctx: Context, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None = None) -> Finding:
     """A pointwise operation with at least one operand that has rows; ``name``: it is a part of what the node does."""
     call = ctx.calls[node]
     facts = [ctx.fact(a) for a in args]
@@ -213,13 +213,13 @@ def merged(a: Domain, b: Domain) -> Domain:
 
 
 @rule("mul", "div")
-def on_mul(ctx: Context, node: Node, a: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
+def on_mul(ctx: Context, node: Node, a: Any, other: Any, *, rounding_mode: str | None = None) -> Finding:
     if rounding_mode is not None:
         return on_div(ctx, node, a, other, rounding_mode)
     return multiplied(ctx, node, "mul" if ctx.calls[node].name == "mul" else "div", a, other)  # type: ignore[union-attr]
 
 
-def multiplied(ctx: Context, node: Node, name: str, a: Any, b: Any) -> Any:
+def multiplied(ctx: Context, node: Node, name: str, a: Any, b: Any) -> Finding:
     """A product or a quotient, which may be only a part of what the node does."""
     x, y = ctx.fact(a), ctx.fact(b)
     weighted = (slot_masks.product(x, y) or by_slot(node, x, y) or by_slot(node, y, x)) if name == "mul" else None
@@ -279,12 +279,12 @@ def spread(ctx: Context, table: Table, tokens: Axes, theirs: Axes) -> Table:
 
 
 @rule("register_hook", shown=(EVERYTHING,))
-def on_hook(ctx: Context, node: Node, x: Any) -> Any:
+def on_hook(ctx: Context, node: Node, x: Any) -> Finding:
     return ctx.lost("hook", node) if isinstance(ctx.fact(x), Rows) else None
 
 
 @rule(*RANDOM)
-def on_random(ctx: Context, node: Node, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+def on_random(ctx: Context, node: Node, x: Any = None, *args: Any, **kwargs: Any) -> Finding:
     fact = ctx.fact(x)
     if not isinstance(fact, Rows):
         return None

@@ -15,7 +15,7 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.ir.axes import Axis
-from moefuse.passes.ir.facts import Rows, View, Weight
+from moefuse.passes.ir.facts import Finding, Rows, View, Weight
 
 Labels = str
 
@@ -37,7 +37,7 @@ class Apart(NamedTuple):
     sizes: tuple[Any, ...]
     parts: tuple[Labels, ...]
 
-    def together(self, found: Any) -> Any:
+    def together(self, found: Finding) -> Finding:
         """The product's fact, its dimensions as they are written."""
         if not isinstance(found, Rows):
             return found

@@ -14,14 +14,14 @@ from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.operands import scalar
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.expr import ExpertVector, Expr, Op, SharedVector
-from moefuse.passes.ir.facts import Lost, Rows, Table
+from moefuse.passes.ir.facts import Finding, Lost, Rows, Table
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.counts import running
 from moefuse.passes.rules.routing.tables import derived
 from moefuse.passes.rules.rows.pointwise import operand
 
 
-def over_features(ctx: Context, node: Node, x: Node, dim: Any, **options: Any) -> Any:
+def over_features(ctx: Context, node: Node, x: Node, dim: Any, **options: Any) -> Finding:
     """A function over the features of each row: softmax, mean, norm, running sum."""
     fact, call = ctx.fact(x), ctx.calls[node]
     if not isinstance(fact, Rows) or call is None:
@@ -48,7 +48,7 @@ def over_features(ctx: Context, node: Node, x: Node, dim: Any, **options: Any) -
 
 
 @rule("cumsum", "cumprod", "logcumsumexp")
-def on_running(ctx: Context, node: Node, x: Node, dim: Any = None, *, dtype: Any = None) -> Any:
+def on_running(ctx: Context, node: Node, x: Node, dim: Any = None, *, dtype: Any = None) -> Finding:
     """Over the features of each row; of counts, it says where experts' rows end."""
     if isinstance(ctx.fact(x), Rows):
         return over_features(ctx, node, x, dim, dtype=dtype)
@@ -58,7 +58,7 @@ def on_running(ctx: Context, node: Node, x: Node, dim: Any = None, *, dtype: Any
 @rule("mean", "amax", "amin", "var", "std", "logsumexp", shown=("keepdim",))
 def on_reduction(
     ctx: Context, node: Node, x: Node, dim: Any = None, *, dtype: Any = None, unbiased: Any = None, correction: Any = None
-) -> Any:
+) -> Finding:
     found = over_features(ctx, node, x, dim, dtype=dtype, unbiased=unbiased, correction=correction)
     if isinstance(found, Rows) and isinstance(found.expr, Op):
         return replace(found, expr=replace(found.expr, kwargs=(*found.expr.kwargs, ("keepdim", True))))
@@ -66,18 +66,18 @@ def on_reduction(
 
 
 @rule("max", "min")
-def on_extreme(ctx: Context, node: Node, x: Node) -> Any:
+def on_extreme(ctx: Context, node: Node, x: Node) -> Finding:
     """The largest value of all rows. (Of two tensors it is an operation on each element; along a dimension it has two results.)"""
     return over_features(ctx, node, x, None)
 
 
 @rule("log_softmax", shown=("_stacklevel",))
-def on_log_softmax(ctx: Context, node: Node, x: Node, dim: Any = None, *, dtype: Any = None) -> Any:
+def on_log_softmax(ctx: Context, node: Node, x: Node, dim: Any = None, *, dtype: Any = None) -> Finding:
     return over_features(ctx, node, x, dim, dtype=dtype)
 
 
 @rule("layer_norm", "rms_norm", shown=("cudnn_enable",))
-def on_norm(ctx: Context, node: Node, x: Node, shape: Any, *, weight: Any = None, bias: Any = None, eps: Any = None) -> Any:
+def on_norm(ctx: Context, node: Node, x: Node, shape: Any, *, weight: Any = None, bias: Any = None, eps: Any = None) -> Finding:
     fact, call = ctx.fact(x), ctx.calls[node]
     if not isinstance(fact, Rows) or call is None or not isinstance(shape, tuple | list) or len(shape) != 1:
         return None
@@ -97,7 +97,7 @@ def on_norm(ctx: Context, node: Node, x: Node, shape: Any, *, weight: Any = None
 
 
 @rule("softmax", "_softmax", shown=("_stacklevel",))
-def on_softmax(ctx: Context, node: Node, x: Node, dim: int | None = None, *, dtype: Any = None, half_to_float: bool = False) -> Any:
+def on_softmax(ctx: Context, node: Node, x: Node, dim: int | None = None, *, dtype: Any = None, half_to_float: bool = False) -> Finding:
     fact = ctx.fact(x)
     if half_to_float:
         return None

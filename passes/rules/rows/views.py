@@ -22,6 +22,7 @@ from moefuse.passes.ir.facts import (
     Counts,
     Fact,
     Fill,
+    Finding,
     Hit,
     Index,
     IndexMatrix,
@@ -50,7 +51,7 @@ def broadcast(size: Size) -> Atom:
     return Atom("b", next(_uid), size)
 
 
-def reshaped(fact: Any, sizes: tuple[Size, ...]) -> Any:
+def reshaped(fact: Any, sizes: tuple[Size, ...]) -> Finding:
     """The fact after a row-major reshape, or None. Rows of an expert have a length that only the run knows: its dimension stays put."""
     if isinstance(fact, IndexMatrix) and len(sizes) == 1 and len(fact.columns) == 1:
         return Index(fact.axes[:1], fact.selection, fact.columns[0])
@@ -82,7 +83,7 @@ def split_features(axes: Axes, sizes: tuple[Size, ...]) -> Axes | None:
 
 
 @rule(*SHAPED, shown=(EVERYTHING,))
-def on_reshape(ctx: Context, node: Node, x: Node) -> Any:
+def on_reshape(ctx: Context, node: Node, x: Node) -> Finding:
     fact, before, after = ctx.fact(x), tensor(x), tensor(node)
     if before is not None and after is not None and before.dtype != after.dtype:
         return None  # ``x.view(torch.int32)``: the same bits, other numbers
@@ -108,7 +109,7 @@ def _moved(view: View) -> bool:
     return len(view.axes) > 1 and not same(extent(view.axes[-1]), 1) and not broadcast_over and not in_order(view.axes)
 
 
-def split_tokens(ctx: Context, fact: Rows | Table, sizes: tuple[Size, ...]) -> Any:
+def split_tokens(ctx: Context, fact: Rows | Table, sizes: tuple[Size, ...]) -> Finding:
     """Tokens that were one dimension taken apart into batch and sequence, or None: ``table.t().view(E, B, -1)``."""
     flat = atoms(fact.axes)
     places = [i for i, a in enumerate(flat) if a.kind == "t"]
@@ -127,7 +128,7 @@ def split_tokens(ctx: Context, fact: Rows | Table, sizes: tuple[Size, ...]) -> A
     return None
 
 
-def _with_tokens(ctx: Context, fact: Rows | Table, tokens: tuple[Size, ...]) -> Any:
+def _with_tokens(ctx: Context, fact: Rows | Table, tokens: tuple[Size, ...]) -> Finding:
     if isinstance(fact, Table):
         return replace(fact, routing=split_routing(ctx, fact.routing, tokens))
     routing = fact.domain.routing
@@ -135,7 +136,7 @@ def _with_tokens(ctx: Context, fact: Rows | Table, tokens: tuple[Size, ...]) -> 
 
 
 @rule("squeeze")
-def on_squeeze(ctx: Context, node: Node, x: Node, dim: Any = None) -> Any:
+def on_squeeze(ctx: Context, node: Node, x: Node, dim: Any = None) -> Finding:
     fact = ctx.fact(x)
     if not isinstance(fact, Fact) or isinstance(fact, Sum):
         return None
@@ -148,7 +149,7 @@ def on_squeeze(ctx: Context, node: Node, x: Node, dim: Any = None) -> Any:
 
 
 @rule("unsqueeze")
-def on_unsqueeze(ctx: Context, node: Node, x: Node, dim: int) -> Any:
+def on_unsqueeze(ctx: Context, node: Node, x: Node, dim: int) -> Finding:
     fact = ctx.fact(x)
     if not isinstance(fact, Fact) or isinstance(fact, Sum):
         return None
@@ -157,7 +158,7 @@ def on_unsqueeze(ctx: Context, node: Node, x: Node, dim: int) -> Any:
 
 
 @rule("transpose")
-def on_transpose(ctx: Context, node: Node, x: Node, dim0: int, dim1: int) -> Any:
+def on_transpose(ctx: Context, node: Node, x: Node, dim0: int, dim1: int) -> Finding:
     fact = ctx.fact(x)
     if not isinstance(fact, Fact) or isinstance(fact, Sum):
         return None
@@ -170,12 +171,12 @@ def on_transpose(ctx: Context, node: Node, x: Node, dim0: int, dim1: int) -> Any
 
 
 @rule("t")
-def on_t(ctx: Context, node: Node, x: Node) -> Any:
+def on_t(ctx: Context, node: Node, x: Node) -> Finding:
     return on_transpose(ctx, node, x, 0, 1) if len(out_shape(node)) == 2 else ctx.fact(x)
 
 
 @rule("getattr")
-def on_getattr(ctx: Context, node: Node, x: Any, name: str) -> Any:
+def on_getattr(ctx: Context, node: Node, x: Any, name: str) -> Finding:
     if name == "T":
         return on_t(ctx, node, x) if len(out_shape(node)) <= 2 else None
     if name == "mT":
@@ -184,7 +185,7 @@ def on_getattr(ctx: Context, node: Node, x: Any, name: str) -> Any:
 
 
 @rule("permute")
-def on_permute(ctx: Context, node: Node, x: Node, *given: Any, dims: Any = None) -> Any:
+def on_permute(ctx: Context, node: Node, x: Node, *given: Any, dims: Any = None) -> Finding:
     fact = ctx.fact(x)
     order = dims if dims is not None else given[0] if len(given) == 1 and isinstance(given[0], tuple | list) else given
     if not isinstance(fact, Fact) or isinstance(fact, Sum) or len(order) != len(fact.axes):
@@ -193,7 +194,7 @@ def on_permute(ctx: Context, node: Node, x: Node, *given: Any, dims: Any = None)
 
 
 @rule("movedim")
-def on_movedim(ctx: Context, node: Node, x: Node, source: Any, destination: Any) -> Any:
+def on_movedim(ctx: Context, node: Node, x: Node, source: Any, destination: Any) -> Finding:
     fact = ctx.fact(x)
     if not isinstance(fact, Fact) or not isinstance(source, int) or not isinstance(destination, int):
         return None
@@ -215,7 +216,7 @@ def expanded(axes: Axes, sizes: tuple[Size, ...]) -> Axes | None:
 
 
 @rule("expand", "expand_as", "broadcast_to", shown=(EVERYTHING,))
-def on_expand(ctx: Context, node: Node, x: Node) -> Any:
+def on_expand(ctx: Context, node: Node, x: Node) -> Finding:
     fact = ctx.fact(x)
     if not isinstance(fact, Fact) or isinstance(fact, Sum):
         return None
@@ -224,7 +225,7 @@ def on_expand(ctx: Context, node: Node, x: Node) -> Any:
 
 
 @rule("repeat", "tile")
-def on_repeat(ctx: Context, node: Node, x: Node, *given: Any, repeats: Any = None, dims: Any = None) -> Any:
+def on_repeat(ctx: Context, node: Node, x: Node, *given: Any, repeats: Any = None, dims: Any = None) -> Finding:
     fact = ctx.fact(x)
     named = dims if repeats is None else repeats
     counts = named if named is not None else given[0] if len(given) == 1 and isinstance(given[0], tuple | list) else given
@@ -242,7 +243,7 @@ def on_repeat(ctx: Context, node: Node, x: Node, *given: Any, repeats: Any = Non
 
 
 @rule("repeat_interleave", shown=("output_size",))
-def on_repeat_interleave(ctx: Context, node: Node, x: Node, repeats: Any, dim: int | None = None) -> Any:
+def on_repeat_interleave(ctx: Context, node: Node, x: Node, repeats: Any, dim: int | None = None) -> Finding:
     fact = ctx.fact(x)
     times = as_size(repeats)
     if not isinstance(fact, View | Range | Rows) or times is None:
@@ -254,7 +255,7 @@ def on_repeat_interleave(ctx: Context, node: Node, x: Node, repeats: Any, dim: i
 
 
 @rule("contiguous", "clone", "detach", "alias", "positive", "cpu", "cuda", "resolve_conj", "view_of", shown=(EVERYTHING,))
-def on_same(ctx: Context, node: Node, x: Node) -> Any:
+def on_same(ctx: Context, node: Node, x: Node) -> Finding:
     fact = ctx.fact(x)
     cuts = ctx.calls[node].name in ("detach", "getattr")  # type: ignore[union-attr]
     if cuts and isinstance(fact, Rows | View | Table | Sum | Mask | Listed):
@@ -280,7 +281,7 @@ def _again(ctx: Context, node: Node, x: Node, fact: Sum) -> Sum | None:
 
 
 @rule("to", "type_as", "_to_copy", "convert_element_type", shown=(EVERYTHING,))
-def on_cast(ctx: Context, node: Node, x: Node) -> Any:
+def on_cast(ctx: Context, node: Node, x: Node) -> Finding:
     fact, before, after = ctx.fact(x), tensor(x), tensor(node)
     if not isinstance(fact, Fact) or before is None or after is None or before.device != after.device:
         return None

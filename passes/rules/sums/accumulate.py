@@ -12,11 +12,11 @@ from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis, align
 from moefuse.passes.ir.expr import Expr, Gate, Op, Token, walk
-from moefuse.passes.ir.facts import Buffer, Combined, Domain, Fill, Index, Lost, Part, Range, Rows, Selection, Sorted, Sum, View
+from moefuse.passes.ir.facts import Buffer, Combined, Domain, Fill, Finding, Index, Lost, Part, Range, Rows, Selection, Sorted, Sum, View
 from moefuse.passes.rules.sums.slots_together import nothing_else
 
 
-def accumulated(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool = False, replaced: bool = False) -> Any:
+def accumulated(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool = False, replaced: bool = False) -> Finding:
     """An accumulator with one more part, which is added to what stands there, or replaces it."""
     current = ctx.fact(target)
     part = Part(rows, node)
@@ -41,7 +41,7 @@ def _is_copy_of_another(ctx: Context, target: Node, current: Sum, rows: Rows) ->
     return others and all(ctx.storage[target] is target and (p.node is target or ctx.storage[p.node] is not target) for p in current.parts)
 
 
-def add_rows(ctx: Context, node: Node, target: Node, where: Any, rows: Rows) -> Any:
+def add_rows(ctx: Context, node: Node, target: Node, where: Any, rows: Rows) -> Finding:
     """Rows added to the tokens they came from."""
     if isinstance(where, Index) and where.of == "token" and rows.domain.selection is not None:
         return accumulated(ctx, node, target, rows) if where.selection.same(rows.domain.selection) else None
@@ -88,7 +88,7 @@ def selects(rows: Rows) -> bool:
     return rows.domain.name == "masked" and any(isinstance(e, Gate) for e in walk(rows.expr))
 
 
-def put(ctx: Context, node: Node, target: Node, chosen: Selection, rows: Any) -> Any:
+def put(ctx: Context, node: Node, target: Node, chosen: Selection, rows: Any) -> Finding:
     """An accumulator whose rows at a selection are replaced: by themselves and an expert's rows, or by an expert's rows."""
     if isinstance(rows, Buffer) and rows.target is target and rows.rows is not None and rows.selection.same(chosen):
         if chosen.routing.top_k > 1 and ctx.written_between(target, rows.read, node) is not None:
@@ -120,10 +120,11 @@ def _begins_again(ctx: Context, before: Any, chosen: Selection) -> bool:
     return bool(domains) and all(d.routing is chosen.routing and d.slot not in (None, chosen.slot) for d in domains)
 
 
-def _alone(ctx: Context, found: Any) -> Any:
+def _alone(ctx: Context, found: Finding) -> Finding:
     """A sum whose rows have replaced all that it began with is the sum of these rows."""
-    slot = isinstance(found, Sum) and found.parts[0].rows.domain.slot is not None
-    return replace(found, base=None, replaced=False) if slot and nothing_else(ctx, found) else found
+    if isinstance(found, Sum) and found.parts[0].rows.domain.slot is not None and nothing_else(ctx, found):
+        return replace(found, base=None, replaced=False)
+    return found
 
 
 def _apart(ctx: Context, before: Any, chosen: Selection) -> bool:

@@ -12,7 +12,7 @@ from moefuse.passes.graph.sizes import same_shape
 from moefuse.passes.infer.operands import fits
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.expr import Op
-from moefuse.passes.ir.facts import Buffer, Combined, Fill, Part, Rows, Span, Sum, View
+from moefuse.passes.ir.facts import Buffer, Combined, Fill, Finding, Part, Rows, Span, Sum, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.offsets import total
 from moefuse.passes.rules.rows.pointwise import multiplied, on_pointwise, plain, row_local
@@ -21,7 +21,7 @@ from moefuse.passes.rules.sums.accumulate import plain_axes, selects
 
 
 @rule("add")
-def on_add(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> Any:
+def on_add(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> Finding:
     b = other
     x, y = ctx.fact(a), ctx.fact(b)
     if isinstance(x, Span) or isinstance(y, Span):
@@ -45,7 +45,7 @@ def on_add(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> A
 
 
 @rule("sub")
-def on_sub(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> Any:
+def on_sub(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> Finding:
     """``acc - rows`` adds them with the other sign."""
     x, y = ctx.fact(a), ctx.fact(other)
     if not isinstance(y, Rows):
@@ -55,7 +55,7 @@ def on_sub(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> A
     return summed or row_local(ctx, node, (a, other), {} if alpha == 1 else {"alpha": alpha})
 
 
-def _less_or_more(ctx: Context, node: Node, a: Any, x: Any, rows: Any, alpha: Any) -> Any:
+def _less_or_more(ctx: Context, node: Node, a: Any, x: Any, rows: Any, alpha: Any) -> Finding:
     """``acc + alpha * rows``; None where no accumulator is in front."""
     if not isinstance(rows, Rows) or not isinstance(alpha, int | float):
         return None
@@ -81,7 +81,7 @@ def _in_buffer(node: Node, buffer: Buffer, rows: Rows) -> Buffer | None:
 
 
 @rule("addcmul")
-def on_addcmul(ctx: Context, node: Node, a: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
+def on_addcmul(ctx: Context, node: Node, a: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Finding:
     """``a + tensor1 * tensor2``."""
     into, product = ctx.fact(a), multiplied(ctx, node, "mul", tensor1, tensor2) if value == 1 else None
     if isinstance(product, Rows):
@@ -91,7 +91,7 @@ def on_addcmul(ctx: Context, node: Node, a: Any, tensor1: Any, tensor2: Any, *, 
     return on_pointwise(ctx, node, a, tensor1, tensor2, value=value)
 
 
-def add_to_sum(ctx: Context, node: Node, a: Any, b: Any, x: Any, y: Any) -> Any:
+def add_to_sum(ctx: Context, node: Node, a: Any, b: Any, x: Any, y: Any) -> Finding:
     """``acc + rows`` of one expert, in any order; None if neither side is an accumulation. ``x``, ``y``: the facts of ``a``, ``b``."""
     if isinstance(x, Sum) and isinstance(y, Sum):
         return merged(x, y)

@@ -9,7 +9,7 @@ from torch.fx import Node
 from moefuse.passes.graph.sizes import Size, product, same
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.axes import atoms, extent
-from moefuse.passes.ir.facts import Buffer, Fill, Mask, Pieces, Rows, Sorted, Table
+from moefuse.passes.ir.facts import Buffer, Fill, Finding, Mask, Pieces, Rows, Sorted, Table
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.masks import one_index, selection, token_selection, tokens_together
 from moefuse.passes.rules.routing.sort import assign_inverse
@@ -23,7 +23,7 @@ _ALL = slice(None, None, None)
 
 
 @rule("setitem")
-def on_setitem(ctx: Context, node: Node, target: Node, index: Any, value: Any) -> Any:
+def on_setitem(ctx: Context, node: Node, target: Node, index: Any, value: Any) -> Finding:
     items = without_features(ctx, up_to_last(index if isinstance(index, tuple) else [index], len(out_shape(target))), out_shape(target))
     if not items:
         return None
@@ -45,7 +45,7 @@ def on_setitem(ctx: Context, node: Node, target: Node, index: Any, value: Any) -
 
 
 @rule("index_copy")
-def on_index_copy(ctx: Context, node: Node, target: Node, dim: int, index: Node, source: Node) -> Any:
+def on_index_copy(ctx: Context, node: Node, target: Node, dim: int, index: Node, source: Node) -> Finding:
     where, rows, current = ctx.fact(index), ctx.fact(source), ctx.fact(target)
     if dim == 0 and isinstance(where, Sorted) and isinstance(rows, Rows) and isinstance(current, Fill):
         return unsort(rows, where)
@@ -53,7 +53,7 @@ def on_index_copy(ctx: Context, node: Node, target: Node, dim: int, index: Node,
 
 
 @rule("masked_scatter")
-def on_masked_scatter(ctx: Context, node: Node, target: Node, mask: Node, source: Node) -> Any:
+def on_masked_scatter(ctx: Context, node: Node, target: Node, mask: Node, source: Node) -> Finding:
     """``zeros.masked_scatter(mask[:, None], rows)``: an expert's rows where they came from."""
     where, rows, shape = ctx.fact(mask), ctx.fact(source), out_shape(target)
     narrow = by_rows_of(where, shape) if isinstance(where, Mask | Table) else None

@@ -12,7 +12,7 @@ from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.operands import leaf
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.expr import Op
-from moefuse.passes.ir.facts import Domain, Fill, Lost, Mask, Rows, SlotMask, Sum, Table, Unmasked, View
+from moefuse.passes.ir.facts import Domain, Fill, Finding, Lost, Mask, Rows, SlotMask, Sum, Table, Unmasked, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import slot_masks
 from moefuse.passes.rules.routing.absent import zeroed
@@ -22,7 +22,7 @@ from moefuse.passes.rules.sums.add import add_to_sum
 
 
 @rule("where")
-def on_where(ctx: Context, node: Node, condition: Node, a: Any = None, b: Any = None) -> Any:
+def on_where(ctx: Context, node: Node, condition: Node, a: Any = None, b: Any = None) -> Finding:
     if a is None and b is None:
         return on_nonzero(ctx, node, condition, as_tuple=True)
     fact = ctx.fact(condition)
@@ -36,7 +36,7 @@ def on_where(ctx: Context, node: Node, condition: Node, a: Any = None, b: Any = 
 
 
 @rule("masked_fill")
-def on_masked_fill(ctx: Context, node: Node, x: Node, mask: Node, value: Any) -> Any:
+def on_masked_fill(ctx: Context, node: Node, x: Node, mask: Node, value: Any) -> Finding:
     fact = ctx.fact(mask)
     if isinstance(fact, SlotMask):
         return slot_masks.kept(ctx, fact, x, value) if fact.negated else None
@@ -45,7 +45,7 @@ def on_masked_fill(ctx: Context, node: Node, x: Node, mask: Node, value: Any) ->
     return _chosen(ctx, node, fact, x, value) if fact.negated else None
 
 
-def _chosen(ctx: Context, node: Node, fact: Mask | Table, keep: Any, other: Any) -> Any:
+def _chosen(ctx: Context, node: Node, fact: Mask | Table, keep: Any, other: Any) -> Finding:
     """``keep`` where the expert was chosen, ``other`` elsewhere."""
     table = _table(ctx, node, fact)
     if table is None or not isinstance(keep, Node):
@@ -90,7 +90,7 @@ def _covers(table: Table, domain: Domain) -> bool:
     return domain.routing is table.routing and domain.expert == table.expert and table.slot in (None, domain.slot)
 
 
-def _summed(ctx: Context, node: Node, table: Table, more: Node, out: Any) -> Any:
+def _summed(ctx: Context, node: Node, table: Table, more: Node, out: Any) -> Finding:
     """``where(hit, out + rows, out)``; or ``where(hit, rows, out)``, if nothing can be there for tokens that have one expert."""
     call, before = ctx.calls.get(more), ctx.fact(out)
     if not isinstance(before, Sum | Fill | View) or call is None:

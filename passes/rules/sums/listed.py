@@ -8,12 +8,12 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.facts import Index, Listed, Part, Rows, Sum
+from moefuse.passes.ir.facts import Finding, Index, Listed, Part, Rows, Sum
 from moefuse.passes.rules.rows.listed import items
 from moefuse.passes.rules.sums.accumulate import accumulated, add_rows
 
 
-def add(ctx: Context, node: Node, target: Node, where: Any, rows: Rows | Listed) -> Any:
+def add(ctx: Context, node: Node, target: Node, where: Any, rows: Rows | Listed) -> Finding:
     """An expert's rows, or those of several, added to the tokens they came from."""
     return add_listed(ctx, node, target, where, rows) if isinstance(rows, Listed) else add_rows(ctx, node, target, where, rows)
 

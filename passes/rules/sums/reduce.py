@@ -24,6 +24,7 @@ from moefuse.passes.ir.facts import (
     Counts,
     Domain,
     Fill,
+    Finding,
     Index,
     Listed,
     Lost,
@@ -59,7 +60,7 @@ from moefuse.passes.rules.sums.slots_together import stacked_slots
 
 
 @rule("sum")
-def on_sum(ctx: Context, node: Node, x: Any, *given: Any, dim: Any = None, keepdim: Any = False, dtype: Any = None) -> Any:
+def on_sum(ctx: Context, node: Node, x: Any, *given: Any, dim: Any = None, keepdim: Any = False, dtype: Any = None) -> Finding:
     if len(given) > 1 and not isinstance(given[-1], bool):
         dim = given  # ``x.sum(0, 1)``
     elif given:
@@ -95,7 +96,7 @@ def _sum_of(node: Node, stacked: Stacked) -> Sum | None:
     return None if whole is None else replace(whole, axes=plain_axes(node))
 
 
-def _over_features(ctx: Context, node: Node, x: Any, dims: list[int], dtype: Any) -> Any:
+def _over_features(ctx: Context, node: Node, x: Any, dims: list[int], dtype: Any) -> Finding:
     found = over_features(ctx, node, x, tuple(dims), dtype=dtype)
     if not isinstance(found, Rows):
         return found
@@ -103,7 +104,7 @@ def _over_features(ctx: Context, node: Node, x: Any, dims: list[int], dtype: Any
     return replace(found, expr=replace(expr, kwargs=(*expr.kwargs, ("keepdim", True)))) if isinstance(expr, Op) else None
 
 
-def combined(ctx: Context, node: Node, rows: Rows, over: Axis, left: Axes) -> Any:
+def combined(ctx: Context, node: Node, rows: Rows, over: Axis, left: Axes) -> Finding:
     """Rows summed over ``over``: the whole region if that is the slots of a token, or every expert."""
     kinds = [a.kind for a in over if not same(a.size, 1)] or [a.kind for a in over]
     slots = rows.domain.name == "slots" and (
@@ -117,7 +118,7 @@ def combined(ctx: Context, node: Node, rows: Rows, over: Axis, left: Axes) -> An
 
 
 @rule("index_add")
-def on_index_add(ctx: Context, node: Node, target: Node, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
+def on_index_add(ctx: Context, node: Node, target: Node, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Finding:
     rows, where = ctx.fact(source), ctx.fact(index)
     if dim != 0 or not isinstance(alpha, int | float):
         return None
@@ -127,7 +128,7 @@ def on_index_add(ctx: Context, node: Node, target: Node, dim: int, index: Any, s
 
 
 @rule("index_put")
-def on_index_put(ctx: Context, node: Node, target: Node, indices: Any, values: Any, accumulate: bool = False) -> Any:
+def on_index_put(ctx: Context, node: Node, target: Node, indices: Any, values: Any, accumulate: bool = False) -> Finding:
     if not isinstance(indices, tuple | list) or not indices:
         return None
     if not accumulate:
@@ -142,21 +143,21 @@ def on_index_put(ctx: Context, node: Node, target: Node, indices: Any, values: A
     return add(ctx, node, target, where, rows)
 
 
-def _one(ctx: Context, target: Node, indices: Any) -> Any:
+def _one(ctx: Context, target: Node, indices: Any) -> Finding:
     """``b, t`` as one index of the tokens."""
     together = one_index([ctx.fact(i) for i in indices], out_shape(target))
     return together[1] if together is not None and together[0] == len(indices) else None
 
 
 @rule("vstack")
-def on_vstack(ctx: Context, node: Node, tensors: Any) -> Any:
+def on_vstack(ctx: Context, node: Node, tensors: Any) -> Finding:
     if not isinstance(tensors, tuple | list) or not all(isinstance(t, Node) and len(out_shape(t)) > 1 for t in tensors):
         return None
     return _joined(ctx, node, tensors, [ctx.fact(t) for t in tensors], 0)
 
 
 @rule("stack", "cat")
-def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0) -> Any:
+def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0) -> Finding:
     if not isinstance(tensors, tuple | list) or not tensors:
         return None
     facts = [ctx.fact(t) for t in tensors]
@@ -187,13 +188,13 @@ def _beside(ctx: Context, node: Node, rows: list[Rows], dim: int) -> Rows | None
     return None if expr is None else Rows((*rows[0].axes[:-1], (Atom("f", 0, out_shape(node)[-1]),)), domain, expr)
 
 
-def _joined(ctx: Context, node: Node, tensors: Any, facts: list[Any], dim: int) -> Any:
+def _joined(ctx: Context, node: Node, tensors: Any, facts: list[Any], dim: int) -> Finding:
     if len(facts) == 2 and dim == 0 and is_sorted(facts[0]) and isinstance(facts[1], Fill):
         return facts[0] if same(extent(facts[1].axes[0]), 0) else None  # padding by as many rows as no expert has: none
     return with_zero(ctx, tensors) if isinstance(facts[1], Counts) else listed(ctx, node, tensors, facts, dim)
 
 
-def _stacked(ctx: Context, node: Node, facts: list[Any], dim: int) -> Any:
+def _stacked(ctx: Context, node: Node, facts: list[Any], dim: int) -> Finding:
     if all(isinstance(f, Table) for f in facts):
         return stacked_tables(node, facts, dim)
     slots = stacked_slots(ctx, node, facts, dim)
@@ -202,7 +203,7 @@ def _stacked(ctx: Context, node: Node, facts: list[Any], dim: int) -> Any:
     return Stacked(tuple(facts), normalize(dim, len(out_shape(node)))) if all(isinstance(f, Sum) for f in facts) else None
 
 
-def _outputs(ctx: Context, node: Node, tensors: Any, dim: int, joined: bool) -> Any:
+def _outputs(ctx: Context, node: Node, tensors: Any, dim: int, joined: bool) -> Finding:
     """Every expert's output beside the others': one dimension more, over the experts."""
     rows: list[Rows] = []
     for item in tensors:
@@ -272,13 +273,13 @@ def stacked_tables(node: Node, tables: list[Table], dim: int) -> Table | None:
 
 
 @rule("take_along_dim")
-def on_take_along_dim(ctx: Context, node: Node, x: Any, indices: Any, dim: Any = None) -> Any:
+def on_take_along_dim(ctx: Context, node: Node, x: Any, indices: Any, dim: Any = None) -> Finding:
     """``gather``, whose arguments are broadcast; without a dimension, out of all elements in a row."""
     return on_gather(ctx, node, x, dim, indices) if isinstance(dim, int) else None
 
 
 @rule("gather")
-def on_gather(ctx: Context, node: Node, x: Any, dim: Any, index: Any) -> Any:
+def on_gather(ctx: Context, node: Node, x: Any, dim: Any, index: Any) -> Finding:
     """The outputs of the chosen experts out of those of all experts."""
     rows, view, where = ctx.fact(x), ctx.view(index), ctx.fact(index)
     if isinstance(rows, Picked):

@@ -10,7 +10,7 @@ from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.axes import Atom, Axes
-from moefuse.passes.ir.facts import Begun, Column, Fill, Index, Listed, Range, Rows, Sorted, Table
+from moefuse.passes.ir.facts import Begun, Column, Fill, Finding, Index, Listed, Range, Rows, Sorted, Table
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.counts import counts_of
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
@@ -21,7 +21,7 @@ from moefuse.passes.rules.sums.listed import add
 
 
 @rule("scatter", "scatter_add")
-def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any = None, *, value: Any = None) -> Any:
+def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any = None, *, value: Any = None) -> Finding:
     """The chosen weights written into a filled [tokens, E] tensor."""
     fill, view = ctx.fact(target), ctx.view(index)
     src = src if value is None else value
@@ -69,14 +69,14 @@ def slot_put(ctx: Context, node: Node, before: Fill | Begun, ids: Column, dim: i
     return Begun(table, routing, weights.base, put)
 
 
-def scatter_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any) -> Any:
+def scatter_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any) -> Finding:
     """Rows of an expert added by an index expanded over the features."""
 
     adds = ctx.calls[node].name == "scatter_add"  # type: ignore[union-attr]
     return scatter_add_rows(ctx, node, target, dim, index, src) if adds else scatter_put_rows(ctx, node, target, dim, index, src)
 
 
-def scatter_add_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, source: Any) -> Any:
+def scatter_add_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, source: Any) -> Finding:
     """``out.scatter_add_(0, tok[:, None].expand(-1, H), rows)``."""
     rows, where = ctx.fact(source), ctx.fact(index)
     if not isinstance(rows, Rows | Listed) or dim != 0 or not isinstance(where, Index | Sorted | Range | Listed) or len(where.axes) != 2:
@@ -89,12 +89,12 @@ def scatter_add_rows(ctx: Context, node: Node, target: Node, dim: int, index: No
 @rule("scatter_reduce")
 def on_scatter_reduce(
     ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any, reduce: str, *, include_self: bool = True
-) -> Any:
+) -> Finding:
     """``scatter_add`` by another name."""
     return scatter_add_rows(ctx, node, target, dim, index, src) if reduce == "sum" and include_self else None
 
 
-def scatter_put_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, source: Any) -> Any:
+def scatter_put_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, source: Any) -> Finding:
     """``out.scatter(0, perm[:, None].expand(-1, H), rows)``: back to one row per slot; by an expert's tokens, its rows in their place."""
     rows, where = ctx.fact(source), ctx.fact(index)
     if not isinstance(rows, Rows) or dim != 0 or not isinstance(where, Index | Sorted) or len(where.axes) != 2:

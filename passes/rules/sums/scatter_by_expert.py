@@ -13,7 +13,7 @@ from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.anti_unify import generalise
 from moefuse.passes.ir.axes import Atom, Axes, extent
 from moefuse.passes.ir.expr import Cast, weight_leaves
-from moefuse.passes.ir.facts import Domain, Fill, Filled, Index, Lost, Mask, Part, Routing, Rows, Selection
+from moefuse.passes.ir.facts import Domain, Fill, Filled, Finding, Index, Lost, Mask, Part, Routing, Rows, Selection
 from moefuse.passes.rules.routing.masks import selection, token_selection
 from moefuse.passes.rules.sums.slots_together import whole as whole_by_slot
 
@@ -41,7 +41,7 @@ def slots_of(where: list[Any]) -> tuple[Selection, bool] | None:
     return (chosen, columns == ["flat"]) if columns in (["flat"], ["token", "slot"]) and len(columns) == len(where) else None
 
 
-def fill_slots(ctx: Context, node: Node, target: Node, where: list[Any], value: Any) -> Any:
+def fill_slots(ctx: Context, node: Node, target: Node, where: list[Any], value: Any) -> Finding:
     """One expert's rows put where they belong among all slots; None if the index is no selection of slots."""
     found, rows, current = slots_of(where), ctx.fact(value), ctx.fact(target)
     current = ctx.scratch(_Whole).before.get(id(current), (None, current))[1]

@@ -13,14 +13,30 @@ from moefuse.passes.infer.symbolic_sizes import refine, settle
 from moefuse.passes.ir.anti_unify import generalise, specialise
 from moefuse.passes.ir.axes import Atom, Axes, Axis, extent
 from moefuse.passes.ir.expr import Expr, weight_leaves
-from moefuse.passes.ir.facts import Domain, Fill, Index, Lost, Many, Order, Part, Pieces, Routing, Rows, Selection, Sorted, Span
+from moefuse.passes.ir.facts import (
+    Domain,
+    Fact,
+    Fill,
+    Finding,
+    Index,
+    Lost,
+    Many,
+    Order,
+    Part,
+    Pieces,
+    Routing,
+    Rows,
+    Selection,
+    Sorted,
+    Span,
+)
 from moefuse.passes.rules.routing.offsets import bound
 from moefuse.passes.rules.routing.sort import slot_rows
 
 _OF = {"slot": "flat", "token": "token"}
 
 
-def of_bounds(ctx: Context, node: Node, fact: Any, start: Any, stop: Any) -> Any:
+def of_bounds(ctx: Context, node: Node, fact: Fact, start: Any, stop: Any) -> Finding:
     """``sorted[start:stop]``."""
     if _all_of_them(ctx, fact, start, stop):
         rows, *rest = fact.axes
@@ -32,7 +48,7 @@ def of_bounds(ctx: Context, node: Node, fact: Any, start: Any, stop: Any) -> Any
     return piece(ctx, node, fact, *found, length)
 
 
-def of_sizes(ctx: Context, node: Node, fact: Any, sizes: Any) -> Any:
+def of_sizes(ctx: Context, node: Node, fact: Any, sizes: Any) -> Finding:
     """``sorted.split(counts.tolist())``: a piece for each expert, from the first on."""
     known = [ctx.fact(s) for s in sizes]
     values = fake(node)
@@ -65,7 +81,7 @@ def _unknown(ctx: Context, node: Node, fact: Any) -> Lost | None:
     return ctx.lost("tokens-differ", node, detail=text) if isinstance(fact, Rows) and fact.domain.routing is not None else None
 
 
-def piece(ctx: Context, node: Node, fact: Any, routing: Routing, expert: int, length: Any) -> Any:
+def piece(ctx: Context, node: Node, fact: Any, routing: Routing, expert: int, length: Any) -> Finding:
     """The rows of one expert out of all sorted slots."""
     order = fact.order if isinstance(fact, Sorted) else fact.domain.order
     if order is None or order.routing is not routing:
@@ -94,7 +110,7 @@ def segment_of(fact: Any) -> tuple[Order, int] | None:
     return fact.domain.selection.order, fact.domain.selection.expert
 
 
-def joined(ctx: Context, node: Node, tensors: Any, facts: list[Any], dim: Any) -> Any:
+def joined(ctx: Context, node: Node, tensors: Any, facts: list[Any], dim: Any) -> Finding:
     """``cat(pieces)``: the sorted slots again, if every expert's piece is there, in its place."""
     known = [segment_of(f) for f in facts]
     if dim != 0 or None in known:
@@ -107,7 +123,7 @@ def joined(ctx: Context, node: Node, tensors: Any, facts: list[Any], dim: Any) -
     return found
 
 
-def complete(ctx: Context, node: Node, parts: tuple[Part, ...], *, filled: bool = False) -> Any:
+def complete(ctx: Context, node: Node, parts: tuple[Part, ...], *, filled: bool = False) -> Finding:
     """All sorted slots, of the pieces of experts 0, 1, 2, ..."""
     order = segment_of(parts[0].rows)[0]  # type: ignore[index]
     if any(segment_of(p.rows) != (order, e) for e, p in enumerate(parts)):
@@ -141,7 +157,7 @@ def _all_there(ctx: Context, node: Node, routing: Routing, expr: Expr, count: in
     )
 
 
-def fill(ctx: Context, node: Node, current: Any, start: Any, stop: Any, value: Any) -> Any:
+def fill(ctx: Context, node: Node, current: Any, start: Any, stop: Any, value: Any) -> Finding:
     """``out[start:stop] = rows``, with experts in order."""
     rows = ctx.fact(value)
     found, where = segment_of(rows), _expert(ctx, start, stop)
