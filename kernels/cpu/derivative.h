@@ -34,6 +34,8 @@ inline Slope with_slope(int activation, VecF v) {
 // The activation's value, and the gradients of gate and up for the gradient `grad` of that value.
 struct Gradients { VecF value, gate, up; };
 
+inline VecI inside(VecF v, float limit) { return LIMITS_PASS ? v <= lanes(limit) : v < lanes(limit); }
+
 inline Gradients gated_gradients(int activation, VecF grad, VecF gate, VecF up, float first, float second) {
   if (activation != SWIGLU_OAI && activation != SILU_CLAMP) {
     Slope f = with_slope(activation, gate);
@@ -41,7 +43,7 @@ inline Gradients gated_gradients(int activation, VecF grad, VecF gate, VecF up, 
   }
   const float limit = activation == SWIGLU_OAI ? second : first;
   VecF g = at_most(gate, limit), u = at_least(at_most(up, limit), -limit);
-  VecI gate_passes = gate <= lanes(limit), up_passes = up <= lanes(limit) && up >= lanes(-limit);
+  VecI gate_passes = inside(gate, limit), up_passes = inside(up, limit) && inside(-up, limit);
   if (activation == SILU_CLAMP) {
     Slope f = with_slope(SILU, g);
     return {f.value * u, where(gate_passes, f.times(grad * u)), where(up_passes, grad * f.value)};

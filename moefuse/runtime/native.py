@@ -19,6 +19,7 @@ import torch
 from moefuse import _torch_private
 from moefuse.errors import first_line
 from moefuse.machine import cache_folder, environment, slow_paths
+from moefuse.ops.meaning.activations import limits_pass
 from moefuse.runtime.gemm import WIDENED
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ _max_slots = -1
 def source(unit: str) -> str:
     """The C++ text."""
     folder = Path(__file__).parent.parent / "kernels" / "cpu"
-    return "\n".join((folder / name).read_text() for name in UNITS[unit].sources)
+    text = "\n".join((folder / name).read_text() for name in UNITS[unit].sources)
+    return text if unit == "infer" else f"constexpr bool LIMITS_PASS = {str(limits_pass()).lower()};\n{text}"
 
 
 def ready(unit: str = "infer") -> bool:

@@ -57,6 +57,11 @@ def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | Non
     return (ids, table), {name: value for name, value in given.items() if (name, value) != ("padding_idx", -1)}
 
 
+def _attribute(name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments | None]:
+    """``numpy_T(x)`` is ``x.T``, as Dynamo writes it from torch 2.14 on."""
+    return lambda args, kwargs: ((*_named("input", args, kwargs), name), {})
+
+
 _FORMS: dict[str, tuple[str, Callable[[tuple[Any, ...], dict[str, Any]], Arguments | None]]] = {
     "index": ("getitem", _index),
     "_unsafe_index": ("getitem", _index),
@@ -65,6 +70,10 @@ _FORMS: dict[str, tuple[str, Callable[[tuple[Any, ...], dict[str, Any]], Argumen
     "slice": ("getitem", _slice),
     "empty_permuted": ("empty", _empty),
     "embedding": ("embedding", _embedding),
+    "numpy_T": ("getattr", _attribute("T")),
+    "mT": ("getattr", _attribute("mT")),
+    "matrix_H": ("getattr", _attribute("H")),
+    "mH": ("getattr", _attribute("mH")),
 }
 """Operator -> (canonical name, its arguments as that takes them)."""
 

@@ -125,7 +125,10 @@ class Factor(NamedTuple):
 
 
 class Halves(NamedTuple):
-    """Where the features of gate and up are in a row of the pre-activation, and the activation with its constants."""
+    """Where the features of gate and up are in a row of the pre-activation, and the activation with its constants.
+
+    LIMITS_PASS: a value that is exactly a clamp's limit has a gradient.
+    """
 
     GATE: int
     UP: int
@@ -134,6 +137,7 @@ class Halves(NamedTuple):
     ACT: str
     ARG0: float
     ARG1: float
+    LIMITS_PASS: bool
 
 
 class Wanted(NamedTuple):

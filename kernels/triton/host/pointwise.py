@@ -11,6 +11,7 @@ from moefuse.kernels.triton.device.structs import Halves, Rows, Wanted
 from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.host.sorted_rows import Sorted, bins, blocks, rows_of, whole
 from moefuse.kernels.triton.launch.calls import launch
+from moefuse.ops.meaning.activations import limits_pass
 from moefuse.ops.meaning.call import Body
 
 
@@ -65,7 +66,7 @@ class Activation(NamedTuple):
         second, step = (1, 2) if body.gating == "interleaved" else (self.inter, 1)
         gate, up = (second, 0) if body.up_first else (0, second)
         plain = body.gating == "plain"
-        return Halves(gate, 0 if plain else up, step, plain, body.activation, *body.pair)
+        return Halves(gate, 0 if plain else up, step, plain, body.activation, *body.pair, limits_pass())
 
 
 def activate(a: Tensor, h: Tensor, it: Sorted, how: Activation) -> None:

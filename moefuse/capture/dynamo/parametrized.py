@@ -75,10 +75,17 @@ def available() -> bool:
     points: dict[Any, tuple[str, ...]] = {
         OutputGraph: ("compile_subgraph", "current_tx"),
         UserFunctionVariable: ("call_function",),
-        UnspecializedNNModuleVariable: ("var_getattr", "call_obj_hasattr", "manually_trace_nn_module_getattr"),
+        UnspecializedNNModuleVariable: (reader(), "call_obj_hasattr", "manually_trace_nn_module_getattr"),
         parametrize: ("_cache_enabled", "_register_parameter_or_buffer", "ParametrizationList"),
     }
     return all(hasattr(home, name) for home, names in points.items() for name in names)
+
+
+def reader() -> str:
+    """The method of Dynamo's that reads an attribute of a module: from torch 2.14 on it has the name of CPython's slot."""
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+    return next((name for name in ("tp_getattro_impl", "var_getattr") if hasattr(UnspecializedNNModuleVariable, name)), "var_getattr")
 
 
 def state_of(output: Any) -> State | None:

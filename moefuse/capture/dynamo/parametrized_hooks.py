@@ -37,7 +37,7 @@ def install(wrap: Callable[[Any, str, Callable[..., Any]], None], kept: str) -> 
         return observer
 
     wrap(UserFunctionVariable, "call_function", functools.partial(_on_call, of))
-    wrap(UnspecializedNNModuleVariable, "var_getattr", functools.partial(_on_attribute, of))
+    wrap(UnspecializedNNModuleVariable, parametrized.reader(), functools.partial(_on_attribute, of))
     wrap(UnspecializedNNModuleVariable, "call_obj_hasattr", _on_hasattr)
     wrap(UnspecializedNNModuleVariable, "manually_trace_nn_module_getattr", _on_getattr)
     wrap(OutputGraph, "compile_subgraph", functools.partial(_on_end, of))

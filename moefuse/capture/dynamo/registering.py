@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from moefuse.capture.dynamo import parametrize_traced as traced, values
-from moefuse.capture.dynamo.parametrized import LeftError, Registered, State, call, own_state, state_of
+from moefuse.capture.dynamo.parametrized import LeftError, Registered, State, call, own_state, reader, state_of
 
 Handler = Callable[[Any, list[Any], dict[str, Any]], Any]
 
@@ -39,7 +39,7 @@ def _register(translator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     caches = call(translator, traced.caches)
     if not values.is_constant(caches) or caches.as_python_constant():
         return None
-    original = module.var_getattr(translator, name)
+    original = getattr(module, reader())(translator, name)
     made = call(translator, traced.register, module, given["tensor_name"], parametrization, values.constant(unsafe))
     if not unsafe:
         call(translator, traced.check, made, original)

@@ -6,6 +6,8 @@ accumulation dtype; rounding to the storage dtype is the caller's.
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -83,10 +85,29 @@ def _relu2_vjp(grad: Tensor, h: Tensor) -> Tensor:
     return _relu_vjp(grad * 2 * torch.relu(h), h)
 
 
+@functools.cache
+def limits_pass() -> bool:
+    """Whether torch gives a value that is exactly a clamp's limit the gradient of what it became: up to torch 2.13 it does.
+
+    torch is asked, once, in a thread of its own, where no mode of the caller is on.
+    """
+    found = []
+
+    def ask() -> None:
+        value = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
+        found.append(bool(torch.autograd.grad(value.clamp(max=1.0), value)[0]))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
 def _inside(grad: Tensor, value: Tensor, low: float | None, high: float) -> Tensor:
-    """The gradient behind a clamp, bounds included. Selected and not multiplied, as torch does: an infinite one is zero where it is off."""
-    mask = value <= high
-    return torch.where(mask if low is None else mask & (value >= low), grad, 0.0)
+    """The gradient behind a clamp. Selected and not multiplied, as torch does: an infinite one is zero where it is off."""
+    below = torch.le if limits_pass() else torch.lt
+    mask = below(value, high)
+    return torch.where(mask if low is None else mask & below(-value, -low), grad, 0.0)
 
 
 def _swiglu_oai_forward(gate: Tensor, up: Tensor | None, args: Sequence[float]) -> Tensor:
