@@ -25,6 +25,10 @@ TESTS = [
     "tests/cpu/test_backend.py",
     "tests/cpu/test_exported.py",
     "tests/cpu/test_programs.py::test_catalogue",
+    "tests/cpu/test_capture_loops.py",
+    "tests/cpu/test_kinks.py",
+    "tests/cpu/test_parametrized.py",
+    "tests/cpu/test_lora_sums.py",
 ]
 
 

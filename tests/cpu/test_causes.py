@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -136,7 +137,7 @@ def test_a_call_of_which_dynamo_made_no_graph_speaks(caplog: pytest.LogCaptureFi
     (text,) = messages(caplog)
     assert "nothing-found" in text
     place = f"{__file__}:{line_of(Hooked.run, 'calls.get')}"
-    assert f"the graph breaks in what is around it (Unsupported method call at {place}), and all of that runs in eager" in text
+    assert re.search(rf"the graph breaks in what is around it \([^()]+ at {re.escape(place)}\), and all of that runs in eager", text), text
 
 
 class PackedExpert(Expert):

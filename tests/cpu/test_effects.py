@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from tests.cpu.test_around_calls import DUALS_LEFT
 from tests.programs.effects import NAMES, Program, draw, shrunk, verdict
 from tests.programs.effects.faults import FAULTS, shows
 from tests.programs.effects.layers import Spelling
@@ -60,7 +61,7 @@ def test_what_eager_says_wrongly_is_no_truth() -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [n for n in FAULTS if n != "tangents unseen" or not DUALS_LEFT])
 def test_a_fault_is_seen(name: str) -> None:
     """Were it put back, its program would be wrong; as it is, the program is right. Or nothing is left of what this is a test of."""
     fault = FAULTS[name]
