@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefuse.ops.meaning import activations
 from moefuse.ops.meaning.activations import ACTIVATIONS
 from moefuse.ops.meaning.call import Body
 from moefuse.ops.meaning.reference import accumulation_dtype
@@ -43,3 +44,24 @@ def test_no_tokens() -> None:
     from moefuse.kernels.triton.provide.activate import activate
 
     assert activate(torch.zeros(0, 4), None, Body()).shape == (0, 4)
+
+
+@quiet
+@pytest.mark.parametrize("limits", [True, False], ids=["limits pass", "limits stop"])
+@pytest.mark.parametrize("activation", ["swiglu_oai", "silu_clamp"])
+def test_gradients_at_the_limits(activation: str, limits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a value is exactly a clamp's limit, one torch passes its gradient on and another does not; the kernel does as the formula."""
+    from moefuse.kernels.triton.device.structs import Halves
+    from tests.triton.gated_grads_case import gated_grads_of
+
+    monkeypatch.setattr(activations, "limits_pass", lambda: limits)
+    known, values = ACTIVATIONS[activation], torch.tensor([-2.0, -1.5, -1.0, 0.0, 1.0, 1.5, 2.0, 3.0])
+    gate, up = values.repeat(8), values.repeat_interleave(8)
+    args = (1.702, 1.5)[-known.num_args :]
+    d = torch.linspace(-1, 1, 64)
+    wanted = known.backward(d, gate, up, args)
+    found = gated_grads_of(d, gate, up, Halves(0, 0, 1, False, activation, *(*args, 0.0)[:2], limits))
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    at_limit = (up == 1.5) & (gate.abs() < 1.5)
+    assert bool((found[1][at_limit] != 0).any()) == limits
