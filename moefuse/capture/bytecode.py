@@ -21,9 +21,12 @@ _ALWAYS_JUMPS = frozenset(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "JU
 RETURNS = frozenset(("RETURN_VALUE", "RETURN_CONST"))
 _ENDS = frozenset(("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"))
 
-_MAKES_ONE = frozenset(("BUILD_TUPLE", "CALL", "CALL_KW", "BINARY_SUBSCR", "BINARY_OP"))
+_MAKES_ONE = frozenset(("BUILD_TUPLE", "CALL", "CALL_KW", "BINARY_SUBSCR", "BINARY_OP", "GET_ITER"))
 _BESIDE = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "PUSH_NULL", "KW_NAMES", "PRECALL", *_MAKES_ONE))
 """What the other parts of an index may be computed by: ``w[rows.tolist(), slots.tolist(), None]``."""
+
+_OPENS_LIST = _NOTHING | {"LOAD_FAST_AND_CLEAR", "SWAP", "BUILD_LIST"}
+"""What stands between the iterator and the loop of a list comprehension from Python 3.12 on."""
 
 _CONSTANT_MESSAGE = frozenset(("LOAD_CONST", "PRECALL", "CALL", "CALL_FUNCTION", "CACHE"))
 
@@ -213,7 +216,19 @@ class Code:
         """Whether a plain ``for`` goes through what an instruction calls for, and nothing else has it."""
         following = self.landing(call + 1)
         calls = self.instructions[call].opname in ("CALL", "CALL_KW")
-        return calls and following is not None and self.instructions[following].opname == "GET_ITER" and self.plain_for(following)
+        if not calls or following is None or self.instructions[following].opname != "GET_ITER":
+            return False
+        return self.plain_for(following) or self._in_comprehension(following)
+
+    def _in_comprehension(self, at: int) -> bool:
+        """Whether ``GET_ITER`` feeds a list comprehension, which up to Python 3.11 is a function of its own."""
+        first = next((i for i in range(at + 1, len(self.instructions)) if self.instructions[i].opname not in _OPENS_LIST), at)
+        if any(inst.opname == "BUILD_LIST" for inst in self.instructions[at:first]):
+            return bool(self.instructions[first].opname == "FOR_ITER")
+        call, _ = self._taken(at + 1, 0)
+        made = [i for i, inst in enumerate(self.instructions[:at]) if inst.opname == "MAKE_FUNCTION"]
+        codes = {i: self.instructions[i - 1].argval for i in made if (call, 1) == self._taken(i + 1, 0)}
+        return any(getattr(code, "co_name", "") == "<listcomp>" for code in codes.values())
 
     def _taken(self, at: int, under: int) -> tuple[int | None, int]:
         """The instruction that takes the value which is ``under`` others on the stack in front of ``at``, and how many then are on it.
@@ -283,7 +298,7 @@ def _takes(inst: Instruction) -> int:
     count = {"BUILD_TUPLE": 0, "CALL": 2, "CALL_KW": 3}.get(inst.opname)
     if count is not None:
         return int(inst.arg) + count
-    return {"BINARY_SUBSCR": 2, "BINARY_OP": 2, "LOAD_ATTR": 1, "LOAD_METHOD": 1}.get(inst.opname, 0)
+    return {"BINARY_SUBSCR": 2, "BINARY_OP": 2, "LOAD_ATTR": 1, "LOAD_METHOD": 1, "GET_ITER": 1}.get(inst.opname, 0)
 
 
 def _effect(inst: Instruction) -> int:

@@ -181,10 +181,18 @@ def zipped_in_items(u: Any, c: Any) -> Any:
         u = u + e * n
 
 
-ZIPPED = [zipped_at_once, zipped_strictly, zipped_by_name, zipped_second, zipped_in_pieces]
+def zipped_in_a_generator(u: Any, c: Any) -> Any:
+    return sum(e * n for e, n in zip(u.tolist(), c.tolist()))
+
+
+def zipped_in_a_dictionary(u: Any, c: Any) -> Any:
+    return {e: n for e, n in zip(u.tolist(), c.tolist())}
+
+
+ZIPPED = [zipped_at_once, zipped_strictly, zipped_by_name, zipped_second, zipped_in_pieces, zipped_in_a_comprehension]
 UNZIPPED = [
     zipped_as_argument_of_another, zipped_inside_of_an_argument, zipped_and_counted, zipped_and_kept, zipped_twice, zipped_or_not,
-    zipped_in_a_comprehension, zipped_by_a_method, zipped_in_items,
+    zipped_in_a_generator, zipped_in_a_dictionary, zipped_by_a_method, zipped_in_items,
 ]  # fmt: skip
 
 

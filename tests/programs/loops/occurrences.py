@@ -95,6 +95,20 @@ class OccurringPieces(Occurring):
 
 
 @positive
+class OccurringInAComprehension(Occurring):
+    """Outputs in a list that is written at once."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        sorted_ids, order = ids.flatten().sort()
+        found, counts = sorted_ids.unique_consecutive(return_counts=True)
+        pieces = x[order // K].split(counts.tolist())
+        y = torch.empty(len(order), x.shape[1])
+        y[order] = torch.cat([self.experts[e](piece) for e, piece in zip(found.tolist(), pieces)], dim=0)
+        return (y.view(len(x), K, -1) * weights[..., None]).sum(1)
+
+
+@positive
 class OccurringSplitTwice(Occurring):
     """Two tensors in pieces that have a name, and a function instead of a method."""
 
@@ -167,6 +181,21 @@ class OccurringWhoseLastStays(Masked):
         for e, n in zip(found.tolist(), counts.tolist()):
             self.put(out, x, e, ids, weights)
         return out * n
+
+
+@near_miss
+class OccurringInAListThatIsCounted(Occurring):
+    """How many experts occur is asked of a list with an item for each."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        sorted_ids, order = ids.flatten().sort()
+        found, counts = sorted_ids.unique_consecutive(return_counts=True)
+        pieces = x[order // K].split(counts.tolist())
+        done = [self.experts[e](piece) for e, piece in zip(found.tolist(), pieces)]
+        y = torch.empty(len(order), x.shape[1])
+        y[order] = torch.cat(done)
+        return (y.view(len(x), K, -1) * weights[..., None]).sum(1) * len(done)
 
 
 @near_miss
