@@ -100,6 +100,7 @@ def occurring(node: Node | None) -> tuple[Node, str] | None:
         name, first = _name(node), node.args[0]
         if name == "getitem" and isinstance(first, Node) and node.args[1] in (0, 1):
             counted = isinstance(_value(first), tuple | list) and len(_value(first)) == 2 and first.kwargs.get("return_counts") is True
+            counted = counted and first.kwargs.get("sorted", True) is True  # else they come in an order that nobody promises
             what = ("ids", "counts")[node.args[1]] if not summed else ("", "ends")[node.args[1]]  # type: ignore[index]
             return (first, what) if what and counted and _name(first) in _UNIQUE and _plainly(first) else None
         if name not in _SAME and (summed or name != "cumsum"):

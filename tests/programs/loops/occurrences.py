@@ -172,6 +172,19 @@ class OccurringOfAnother(Masked):
 
 
 @near_miss
+class OccurringInAnyOrder(Occurring):
+    """Nobody promises that the first number of slots is that of the first expert."""
+
+    def through(self, x: Tensor, ids: Tensor, token: Tensor, weight: Tensor) -> Tensor:
+        found, counts = torch.unique(ids, sorted=False, return_counts=True)
+        out, start = torch.zeros_like(x), 0
+        for e, n in zip(found.tolist(), counts.tolist()):
+            self.put(out, x, e, token[start : start + n], weight[start : start + n])
+            start += n
+        return out
+
+
+@near_miss
 class OccurringWhoseLastStays(Masked):
     """The last number is read behind the loop."""
 
