@@ -117,7 +117,14 @@ def _same(ctx: Context, call: Call) -> Interval | None:
 
 
 def _cast(ctx: Context, call: Call) -> Interval | None:
-    return interval(ctx, call.args[0])  # whether it fits is asked behind every operation
+    source = call.args[0]
+    value, before = tensor(source), ctx.calls.get(source) if isinstance(source, Node) else None
+    if value is None or not value.dtype.is_floating_point:
+        return interval(ctx, source)  # whether it fits is asked behind every operation
+    if before is None or before.name != "to" or before.inplace or ctx.storage[source] in ctx.writes:
+        return None
+    found = _cast(ctx, before)  # ``ids.half().long()``
+    return found if found is not None and holds(value.dtype, found) else None
 
 
 def _pair(ctx: Context, call: Call) -> tuple[Interval, Interval] | None:

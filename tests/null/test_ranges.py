@@ -48,7 +48,11 @@ BOUNDS: list[tuple[Function, tuple[int, int]]] = [
     (lambda scores: (chosen(scores) - 1).int(), (-1, E - 2)),
     (lambda scores: (chosen(scores) - 1).bool().long(), (0, 1)),
     (lambda scores: (chosen(scores) - 1).to(torch.uint8), (0, 255)),
-    (lambda scores: chosen(scores).half().long(), INT64),
+    (lambda scores: chosen(scores).half().long(), (0, 2)),
+    (lambda scores: (chosen(scores) - 1).half().double().long(), (-1, 1)),
+    (lambda scores: (chosen(scores) * 2000).half().long(), INT64),  # 4000 is no number of 16 bits, nor are all below it
+    (lambda scores: chosen(scores).half().add_(1).long(), INT64),
+    (lambda scores: (chosen(scores).half() / 2).long(), INT64),
     (lambda scores, weights: chosen(scores).masked_fill(weights < 0, -1), (-1, E - 1)),
     (lambda scores, weights: torch.where(weights < 0, E, chosen(scores)), (0, E)),
     (lambda scores, weights, ids: torch.where(weights < 0, ids, chosen(scores)), INT64),
