@@ -95,6 +95,7 @@ def _check(model: Layer, sizes: tuple[int, ...] = (6, 6, 9)) -> Seen:
     return seen
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", KNOWN)
 def test_no_break_where_the_length_is_known(how: str) -> None:
     """The counts are a plain tensor of the graph, and the loop beside them is fused in it."""
@@ -103,6 +104,7 @@ def test_no_break_where_the_length_is_known(how: str) -> None:
     assert not seen.report.graph_breaks
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", UNKNOWN)
 def test_left_to_torch(how: str) -> None:
     """Where the counts may be longer than they say the graph breaks, and they are as long as in eager."""

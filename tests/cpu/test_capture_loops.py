@@ -25,7 +25,7 @@ NEEDS_2_12 = pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reaso
 OLD = ("FilledByCumsum", "EndsAsList")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cls", [pytest.param(c, id=n, marks=NEEDS_2_12 if n in OLD else ()) for n, c in POSITIVE.items()])
 def test_a_loop_is_one_graph_and_fused(cls: type[Layer]) -> None:
     seen = check(cls)
