@@ -78,7 +78,7 @@ class Frame(Attempt):
         if self.numpy and counts.asks_for_type(tx, tx.instructions[at]):
             self.retreat([], why="it asks for the type of a number out of NumPy")
         name = tx.instructions[at].opname
-        if subscripts(tx.instructions[at]):
+        if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and subscripts(tx.instructions[at])):
             self.loops.subscript(tx)
         elif name in ("CALL", "CALL_KW"):
             self.loops.occurrences.call(tx, at)
