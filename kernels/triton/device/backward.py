@@ -47,14 +47,14 @@ def passed(d, mask):
 
 
 @triton.jit
-def inside(x, limit, OPEN: tl.constexpr):
-    return x <= limit if OPEN else x < limit
+def inside(x, limit, LIMITS_PASS: tl.constexpr):
+    return x <= limit if LIMITS_PASS else x < limit
 
 
 @triton.jit
 def gated_grads(d, gate, up, halves: tl.constexpr, FAST: tl.constexpr):
     """(gradient of gate, gradient of up) of ``functions.gated``; LIMITS_PASS: a clamp lets its limits through."""
-    OPEN: tl.constexpr = halves.LIMITS_PASS
+    PASS: tl.constexpr = halves.LIMITS_PASS
     ACT: tl.constexpr = halves.ACT
     ARG0: tl.constexpr = halves.ARG0
     ARG1: tl.constexpr = halves.ARG1
@@ -62,13 +62,13 @@ def gated_grads(d, gate, up, halves: tl.constexpr, FAST: tl.constexpr):
         g = at_most(gate, ARG1)
         u = at_least(at_most(up, ARG1), -ARG1)
         s = logistic(g * ARG0, FAST)
-        d_gate = passed(d * (u + 1.0) * s * (1.0 + ARG0 * g * (1.0 - s)), inside(gate, ARG1, OPEN))
-        d_up = passed(d * g * s, inside(up, ARG1, OPEN) & inside(-up, ARG1, OPEN))
+        d_gate = passed(d * (u + 1.0) * s * (1.0 + ARG0 * g * (1.0 - s)), inside(gate, ARG1, PASS))
+        d_up = passed(d * g * s, inside(up, ARG1, PASS) & inside(-up, ARG1, PASS))
     elif ACT == "silu_clamp":
         g = at_most(gate, ARG0)
         u = at_least(at_most(up, ARG0), -ARG0)
-        d_gate = passed(pointwise_grad(d * u, g, "silu", FAST), inside(gate, ARG0, OPEN))
-        d_up = passed(d * pointwise(g, "silu", FAST), inside(up, ARG0, OPEN) & inside(-up, ARG0, OPEN))
+        d_gate = passed(pointwise_grad(d * u, g, "silu", FAST), inside(gate, ARG0, PASS))
+        d_up = passed(d * pointwise(g, "silu", FAST), inside(up, ARG0, PASS) & inside(-up, ARG0, PASS))
     else:
         d_gate = pointwise_grad(d * up, gate, ACT, FAST)
         d_up = d * pointwise(gate, ACT, FAST)

@@ -82,16 +82,21 @@ def of_slot(mask: Mask, axes: Axes, slot: int, size: Any) -> Table | None:
     return Table(axes, mask.routing, 0.0, mask.expert, None, (), mask.weight, ones, mask.negated, at)
 
 
+def _of_one_slot(mask: Mask) -> bool:
+    """Whether tokens have one slot, and a mask no dimension for it."""
+    return bool(mask.routing.top_k == 1) and not any(a.kind == "k" for axis in mask.axes for a in axis)
+
+
 def of_only_slot(mask: Mask) -> Mask | Table:
     """The same where tokens have one slot, and its dimension has gone; any other mask as it is."""
-    if mask.routing.top_k != 1 or any(a.kind == "k" for axis in mask.axes for a in axis):
+    if not _of_one_slot(mask):
         return mask
     return Table(mask.axes, mask.routing, 0.0, mask.expert, None, (), mask.weight, mask.weight is None, mask.negated)
 
 
 def settled(ctx: Context, node: Node, mask: Mask) -> Mask | Table:
     """With one slot per token, a mask over tokens is a table already."""
-    if mask.routing.top_k != 1 or any(a.kind == "k" for axis in mask.axes for a in axis):
+    if not _of_one_slot(mask):
         return mask
     return replace(mask_table(ctx, node, mask, mask.axes), negated=mask.negated)
 

@@ -27,8 +27,11 @@ class Occurring(Layer):
 class OccurringWithOffset(Occurring):
     """One running offset."""
 
+    def unique(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.unique(ids, return_counts=True)
+
     def through(self, x: Tensor, ids: Tensor, token: Tensor, weight: Tensor) -> Tensor:
-        found, counts = torch.unique(ids, return_counts=True)
+        found, counts = self.unique(ids)
         out, start = torch.zeros_like(x), 0
         for e, n in zip(found.tolist(), counts.tolist(), strict=True):
             self.put(out, x, e, token[start : start + n], weight[start : start + n])
@@ -172,16 +175,11 @@ class OccurringOfAnother(Masked):
 
 
 @near_miss
-class OccurringInAnyOrder(Occurring):
+class OccurringInAnyOrder(OccurringWithOffset):
     """Nobody promises that the first number of slots is that of the first expert."""
 
-    def through(self, x: Tensor, ids: Tensor, token: Tensor, weight: Tensor) -> Tensor:
-        found, counts = torch.unique(ids, sorted=False, return_counts=True)
-        out, start = torch.zeros_like(x), 0
-        for e, n in zip(found.tolist(), counts.tolist()):
-            self.put(out, x, e, token[start : start + n], weight[start : start + n])
-            start += n
-        return out
+    def unique(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.unique(ids, sorted=False, return_counts=True)
 
 
 @near_miss
