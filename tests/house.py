@@ -283,7 +283,7 @@ def walks() -> dict[str, list[str]]:
     x = torch.randn(8, 16)
     found = {"a graph": walk(lambda: layer(x), "moefuse.pipeline.rewrite:rewrite_and_keep")}
     assert moefuse.last_report() is not None
-    from moefuse.kernels.triton.provide import coded, training
+    from moefuse.kernels.triton.provide import extended, training
 
     ids = torch.randint(4, (8, 2))
     weights = torch.rand(8, 2)
@@ -297,7 +297,7 @@ def walks() -> dict[str, list[str]]:
     held = ExpertsCall.of_extended(
         x, ids, weights, *storage, *([] for _ in range(9)), codes, encodings=[text, "", text], activation="silu", gating="merged"
     )
-    found["a quantised call"] = walk(lambda: coded.experts(held))
+    found["a quantised call"] = walk(lambda: extended.experts_extended(held))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -43,3 +44,11 @@ def check(case: Case) -> Tensor:
     out = run(args, **case.options)
     assert_right(out, args, case.options)
     return out
+
+
+def without(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """No kernel of weights in few bits whose name begins so: experts are few here, so few tokens are many rows of each."""
+    from moefuse.kernels.triton.provide import coded_products, extended
+
+    for module in (extended, coded_products):
+        monkeypatch.setattr(module, "KERNELS", [kernel for kernel in module.KERNELS if not kernel.name.startswith(name)])

@@ -14,6 +14,7 @@ from moefuse.ops.meaning.token_codes import as_rounded
 from tests.cpu.coded_case import Held, coded, hold
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to
 from tests.gpu import test_rounded, test_words
+from tests.gpu.gpu_case import without
 from tests.gpu.test_coded import on_gpu, run
 
 pytestmark = pytest.mark.gpu
@@ -33,9 +34,9 @@ PARTS = [(4, 2, 2), (8, 1, 4), (2, 4, 1), (1, 2, 2), (8, 2, 1)]
 @pytest.fixture(autouse=True)
 def two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where slots share the few experts that there are here."""
-    from moefuse.kernels.triton.provide import packed, words
+    from moefuse.kernels.triton.provide import words
 
-    monkeypatch.setattr(packed, "LEAST_ROWS", 1 << 20)
+    without(monkeypatch, "packed weights")
     monkeypatch.setattr(words, "few_shared", lambda call: True)
 
 
@@ -116,7 +117,7 @@ def _poison() -> None:
 def test_layers(name: str, gating: str, top_k: int) -> None:
     """Against float64 with the weights that the encoding means; biases, ids of nobody, and the same bits in every run."""
     from moefuse.kernels.triton.provide import words
-    from moefuse.kernels.triton.provide.coded import _as_bytes
+    from moefuse.kernels.triton.provide.extended import as_bytes
 
     encoding = test_words.ENCODINGS[name]
     case = SMALL.with_(top_k=top_k, gating=gating, activation="relu2" if gating == "plain" else "silu", separate=gating == "separate")
@@ -124,7 +125,7 @@ def test_layers(name: str, gating: str, top_k: int) -> None:
         now = case.with_(tokens=tokens, seed=seed)
         args, dense, options = coded(now, encoding, encoding if gating == "separate" else None, encoding)
         args, dense = on_gpu(args), on_gpu(dense)
-        call = _as_bytes(ExpertsCall.of_extended(*args, **options))
+        call = as_bytes(ExpertsCall.of_extended(*args, **options))
         assert words.refusal(call) is None
         _poison()
         out = run(args, options)

@@ -25,12 +25,12 @@ LARGE = Case(tokens=600, hidden=256, inter=192, hidden_out=200, experts=7, top_k
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_weights_have_the_bits_of_the_definition(name: str, separate: bool) -> None:
     """Rows of a unit matrix give the weights; features that are no whole tiles, inputs that are no whole blocks of 128."""
-    from moefuse.kernels.triton.host import packed_specialised
+    from moefuse.kernels.triton.host import layout, packed_specialised
 
     it = unit_rows(ENCODINGS[name], separate)
     for rows in (16, 32, 64, 128, 256):
         by, out = it.rows(rows), it.out()
-        assert packed_specialised.refusal(it.held, BF16, out) is None
+        assert packed_specialised.refusal(it.held, BF16, out.shape[1], layout.device_of(out.device)) is None
         packed_specialised.product(out, packed_specialised.in_order(it.x, it.held, by, tokens=True), (it.held, it.held), by, (None, None))
         it.check(out, rows)
 
@@ -41,18 +41,18 @@ def test_weights_have_the_bits_of_the_definition(name: str, separate: bool) -> N
 def test_layers(name: str, gating: str, rows: int) -> None:
     """Against float64 with the weights that the encoding means; biases, ids of nobody, and the same bits in every run."""
     from moefuse.kernels.triton.provide import packed
-    from moefuse.kernels.triton.provide.coded import _as_bytes
+    from moefuse.kernels.triton.provide.extended import as_bytes
 
     case = LARGE.with_(gating=gating, activation="relu2" if gating == "plain" else "silu", separate=gating == "separate")
     case = case.with_(inter=256 if rows > 64 else 320, up_first=rows == 64 and gating == "interleaved")
     encoding = ENCODINGS[name]
     args, dense, options = coded(case, encoding, encoding if gating == "separate" else None, encoding)
     args, dense = on_gpu(args), on_gpu(dense)
-    out = packed.experts(_as_bytes(ExpertsCall.of_extended(*args, **options)), rows)
+    out = packed.experts(as_bytes(ExpertsCall.of_extended(*args, **options)), rows)
     assert out is not None
     assert_as_exact(out, reference(dense, **case.options), reference(to(dense, torch.float64), **case.options))
     for _ in range(3):
-        again = packed.experts(_as_bytes(ExpertsCall.of_extended(*args, **options)), rows)
+        again = packed.experts(as_bytes(ExpertsCall.of_extended(*args, **options)), rows)
         assert torch.equal(again, out)
 
 

@@ -12,6 +12,7 @@ from moefuse.ops.meaning.encoding import EXPONENTS, LDEXP, MADE, POWERS, Encodin
 from tests.cpu.coded_case import coded
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to
 from tests.gpu.test_coded import on_gpu, run
+from tests.gpu.gpu_case import without
 from tests.gpu.unit_rows import unit_rows
 
 pytestmark = pytest.mark.gpu
@@ -39,9 +40,7 @@ SMALL = Case(tokens=9, hidden=256, inter=160, hidden_out=200, experts=7, top_k=3
 @pytest.fixture(autouse=True)
 def no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts are few here, so few tokens are many rows of each."""
-    from moefuse.kernels.triton.provide import packed
-
-    monkeypatch.setattr(packed, "LEAST_ROWS", 1 << 20)
+    without(monkeypatch, "packed weights")
 
 
 @pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
@@ -66,14 +65,14 @@ def test_weights_have_the_bits_of_the_definition(name: str, separate: bool) -> N
 def test_layers(name: str, gating: str, tokens: int) -> None:
     """Against float64 with the weights that the encoding means; biases, ids of nobody, and the same bits in every run."""
     from moefuse.kernels.triton.provide import words
-    from moefuse.kernels.triton.provide.coded import _as_bytes
+    from moefuse.kernels.triton.provide.extended import as_bytes
 
     case = SMALL.with_(tokens=tokens, gating=gating, activation="relu2" if gating == "plain" else "silu", separate=gating == "separate")
     case = case.with_(inter=256)
     encoding = ENCODINGS[name]
     args, dense, options = coded(case, encoding, encoding if gating == "separate" else None, encoding)
     args, dense = on_gpu(args), on_gpu(dense)
-    assert words.refusal(_as_bytes(ExpertsCall.of_extended(*args, **options))) is None
+    assert words.refusal(as_bytes(ExpertsCall.of_extended(*args, **options))) is None
     out = run(args, options)
     assert_as_exact(out, reference(dense, **case.options), reference(to(dense, torch.float64), **case.options))
     for _ in range(3):

@@ -57,7 +57,7 @@ def test_forward_and_backward(
 ) -> None:
     """Tiles of few and of many rows, the product and that with the transpose."""
     from moefuse.kernels.triton.host import coded as host, layout, token_codes
-    from moefuse.kernels.triton.provide import coded
+    from moefuse.kernels.triton.provide import extended
 
     for module in (host, token_codes):
         monkeypatch.setattr(module, "device_of", lambda d: layout.Device("", 132, SHARED[arch], arch == 90, not isinstance(arch, str)))
@@ -69,9 +69,9 @@ def test_forward_and_backward(
 
     def run() -> None:
         call = ExpertsCall(x, ids, weights, w_in, up, w_out, body, x.dtype)
-        out, h, order, offsets, _ = coded.experts_forward(call)
+        out, h, order, offsets, _ = extended.experts_extended_forward(call)
         need = Needs.of([True, True, *[False] * 6], False)
-        coded.experts_backward(GradCall(out, x, weights, h, order, offsets, w_in, up, w_out, need, body))
+        extended.experts_extended_backward(GradCall(out, x, weights, h, order, offsets, w_in, up, w_out, need, body))
 
     compile_all(launches, arch, tmp_path, monkeypatch, run)
     ran = {it.kernel.__name__ for it, _ in launches}

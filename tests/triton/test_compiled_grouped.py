@@ -182,15 +182,15 @@ RANKS = {"many rows": 16, "in-out": 20, "separate": 128, "odd": 3, "held, many r
 @pytest.mark.parametrize(("name", "arch"), [c for c in cases(everywhere="many rows") if c.values[0] in RANKS])
 def test_low_rank_terms(name: str, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors in float32 beside 16 bits: B of "in-out" with the expert as the fastest dimension, those of "separate" apart."""
-    from moefuse.kernels.triton.provide import lora
+    from moefuse.kernels.triton.provide import extended
     from moefuse.ops.meaning.grad_calls import GradCall, Needs
 
     call = low_rank_call(name)
     need = Needs.of([True, True, *[False] * 6, True, True, False, False, True, True], False)
 
     def run() -> None:
-        out, h, order, offsets, u = lora.experts_forward(call)
-        lora.experts_backward(GradCall(out, call.x, call.weights, h, order, offsets, *call.stacks, need, call.body, u))
+        out, h, order, offsets, u = extended.experts_extended_forward(call)
+        extended.experts_extended_backward(GradCall(out, call.x, call.weights, h, order, offsets, *call.stacks, need, call.body, u))
 
     compile_all(launches, arch, tmp_path, monkeypatch, run)
     assert {"linear_tiles", "weight_grads", "copy_factors"} <= {it.kernel.__name__ for it, _ in launches}
@@ -201,10 +201,10 @@ def test_low_rank_terms_of_few_slots(
     name: str, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Factors in float32 are read where they are: no copies. Weights in float32 are rounded by tiles only."""
-    from moefuse.kernels.triton.provide import lora
+    from moefuse.kernels.triton.provide import extended
 
     call = low_rank_call(name, tokens=2)
-    compile_all(launches, arch, tmp_path, monkeypatch, lambda: lora.experts(call))
+    compile_all(launches, arch, tmp_path, monkeypatch, lambda: extended.experts_extended(call))
     names = {it.kernel.__name__ for it, _ in launches}
     assert "linear_tiles" in names if SIZES[name].held else names == {"shrink_vectors", "up_vectors", "down_vectors"}
 

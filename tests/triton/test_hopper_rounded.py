@@ -65,7 +65,7 @@ def test_products(
     it = sorted_rows.tiled(sorted_rows.Sorted(order, offsets, SLOTS, EXPERTS, 1), torch.bfloat16)
     out = torch.empty(SLOTS, features if body is None else INTER, dtype=torch.bfloat16, device="meta")
     x = token_codes.round_rows(torch.empty(SLOTS, inputs, dtype=torch.bfloat16, device="meta"), it, encoding)
-    assert rounded_specialised.refusal(held, EXPERTS, SLOTS, out, 2 if name == "merged" else 1) is None
+    assert rounded_specialised.refusal(held, out.dtype, out.shape[1], 2 if name == "merged" else 1, device) is None
     rounded_specialised.product(out, x, (held, held), it, (bias, bias if name == "merged" else None), body)
     ((it_, tensors),) = [(it, tensors) for it, tensors in launches if it.kernel.__name__ == "rounded_products"]
     compiled = triton.compile(source(it_, tensors), target=GPUTarget("cuda", 90, 32), options=it_.options)

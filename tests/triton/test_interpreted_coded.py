@@ -124,9 +124,11 @@ def test_inference(tokens: int) -> None:
 @pytest.mark.parametrize("name", ["fp8 blocks", "words of inputs", "halves", "words of features"])
 def test_some_experts_at_a_time(name: str, gating: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rows: two experts are unpacked at once, and the last one alone; values and gradients."""
-    from moefuse.kernels.triton.provide import unpacked
+    from moefuse.kernels.triton.provide import coded_products, unpacked
 
-    monkeypatch.setattr(unpacked, "ROWS", 0)
+    always = [k._replace(rows=(0, 1e9)) for k in coded_products.KERNELS if k.name == "some experts at a time, unpacked"]
+    assert len(always) == 1
+    monkeypatch.setattr(coded_products, "KERNELS", always)
     monkeypatch.setattr(unpacked, "DTYPES", (torch.float32,))  # the interpreter cuts where it should round to 16 bits
     monkeypatch.setattr(unpacked, "experts_at_once", lambda *_: 2)
     case = SMALL.with_(gating=gating, hidden=32, inter=32, hidden_out=32, weight_on_input=gating == "separate")
@@ -190,14 +192,6 @@ def test_what_is_not_taken() -> None:
     """float64, which tensor cores do not have for these, is left to the portable code, with the reason."""
     args, _, options = coded(SMALL.with_(dtype=torch.float64, inter=32), ENCODINGS["fp8 blocks"], None, ENCODINGS["fp8 blocks"])
     assert provide().supports(ExpertsCall.of_extended(*args, **options)) == "no kernel for torch.float64"
-
-
-def test_low_rank_terms_are_not_taken() -> None:
-    """No kernel adds them to what is unpacked in registers: the portable code has them, and the lowering is told why."""
-    args, _, options = coded(SMALL.with_(inter=32), ENCODINGS["fp8 blocks"], None, ENCODINGS["fp8 blocks"])
-    args[9:11] = [torch.ones(5, 3, 32)], [torch.ones(5, 64, 3)]
-    call = ExpertsCall.of_extended(*args, **options, scales=[1.0] * 3)
-    assert provide().supports(call) == "no kernel adds low-rank terms to products with weights in few bits"
 
 
 @pytest.mark.parametrize("gating", ["merged", "separate"])

@@ -144,12 +144,12 @@ def test_saved_for_backward() -> None:
 @pytest.mark.parametrize("on_input", [False, True], ids=["output", "input"])
 def test_hidden_activations_once_more(gating: str, on_input: bool) -> None:
     """What a layer that keeps none computes in backward, from u as it was kept: the same bits, rows that are nobody's zero."""
-    from moefuse.kernels.triton.provide import lora
+    from moefuse.kernels.triton.provide import extended
     from moefuse.ops.meaning.call import ExpertsCall
 
     args = moved(arguments(gating, torch.float32, torch.float32))
     call = ExpertsCall.of_extended(*args, scales=SCALES, gating=gating, weight_on_input=on_input)
-    _, h, order, offsets, u = lora.experts_forward(call)
-    again = lora.experts_hidden(call, order, offsets, u)
+    _, h, order, offsets, u = extended.experts_extended_forward(call)
+    again = extended.experts_extended_hidden(call, order, offsets, u)
     assert torch.equal(again, h)
     assert not again[int(offsets[-1]) :].any()

@@ -30,7 +30,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         count[0] += 1
         return run(*args)
 
-    monkeypatch.setattr(lora_vectors, "experts", counted)
+    (vectors,) = (k for k in extended.KERNELS if k.run is run)
+    monkeypatch.setattr(extended, "KERNELS", [vectors._replace(run=counted), *(k for k in extended.KERNELS if k is not vectors)])
     with interpreted(extended, ("experts_extended",)):
         yield count
     assert count[0]

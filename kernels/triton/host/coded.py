@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -74,6 +75,11 @@ class Held(NamedTuple):
     zero: Weight | None
     features: int
     inputs: int
+
+
+def as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """float8 as bytes."""
+    return [t.view(torch.uint8) if t.dtype not in ELEMENTS else t for t in tensors]
 
 
 def refusal(codes: Codes, storage: Tensor) -> str | None:

@@ -14,7 +14,7 @@ from moefuse.kernels.triton.host import coded, specialised, words
 from moefuse.kernels.triton.host.available import available
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.coded_specialised import Biases, arguments, form_of
-from moefuse.kernels.triton.host.layout import device_of
+from moefuse.kernels.triton.host.layout import Device, device_of
 from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import Described
@@ -33,12 +33,11 @@ TALL = 256
 """Rows of a tile from which on there is room for steps of 64 inputs only, others have 128 where inputs are so many times whole."""
 
 
-def refusal(held: Held, dtype: torch.dtype, out: Tensor) -> str | None:
-    """Why they do not make a product with a projection."""
-    device = device_of(out.device)
+def refusal(held: Held, dtype: torch.dtype, features: int, device: Device) -> str | None:
+    """Why they do not make a product with a projection, of rows in ``dtype`` into so many features."""
     if not available(device) or held.codes.encoding.activation is not None:
         return "no Hopper, or rows that are rounded"
-    if held.inputs % STEP or out.shape[1] % 8 or not aligned_rows(out) or out.dtype != dtype:
+    if held.inputs % STEP or features % 8:
         return "inputs are not whole steps, or rows not whole 16 bytes"
     item = held.storage.tensors[0].element_size()
     if held.storage.operand.form(item) not in ("out-in", "apart out-in"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moefuse.kernels.triton.hopper.forms import Cut, parts_of
@@ -11,8 +12,8 @@ from moefuse.kernels.triton.host import specialised
 from moefuse.kernels.triton.host.available import available
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.coded_specialised import Biases, arguments, bytes_layout, form_of
-from moefuse.kernels.triton.host.layout import device_of
-from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows
+from moefuse.kernels.triton.host.layout import Device, device_of
+from moefuse.kernels.triton.host.sorted_rows import Sorted
 from moefuse.kernels.triton.host.token_codes import Rounded, coding
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import Described
@@ -25,26 +26,24 @@ ROWS = 128
 COLUMNS = 128
 """Of a tile's sums, of both projections together."""
 CUT = Cut("shared", ROWS, COLUMNS, GROUP, 8, 6, 2, 2)
-LEAST_ROWS = 8
-"""Mean rows of an expert from which on they are taken. Tests set it."""
 
 
-def refusal(held: Held, experts: int, slots: int, out: Tensor, halves: int) -> str | None:
-    """Why they do not make a product of rows with ``halves`` projections."""
-    encoding, device = held.codes.encoding, device_of(out.device)
+def refusal(held: Held, dtype: torch.dtype, features: int, halves: int, device: Device) -> str | None:
+    """Why they do not make a product with ``halves`` projections into so many features in ``dtype``."""
+    encoding = held.codes.encoding
     rounding = encoding.activation
-    if not available(device) or out.dtype not in specialised.DTYPES or slots < LEAST_ROWS * experts:
-        return "no Hopper, other dtypes, or few rows"
+    if not available(device) or dtype not in specialised.DTYPES:
+        return "no Hopper, or other dtypes"
     if rounding is None or (encoding.table, rounding.element) != ("e4m3", "e4m3") or encoding.scale not in ("", EXPONENTS):
         return "codes or scales are of another kind"
     if held.storage.operand.form(1) not in ("out-in", "apart out-in"):
         return "no descriptor can show the weights"
-    if not aligned_rows(out) or out.shape[1] % 8 or held.inputs % 16:
+    if features % 8 or held.inputs % 16:
         return "rows are not whole 16 bytes"
     blocks, width = (rounding.group, encoding.block[1]), COLUMNS // halves
     if blocks == (0, 0):
         return None
-    if blocks != (GROUP, GROUP) or held.inputs % GROUP or encoding.block[0] % width or (halves == 2 and out.shape[1] % width):
+    if blocks != (GROUP, GROUP) or held.inputs % GROUP or encoding.block[0] % width or (halves == 2 and features % width):
         return "scales are of other blocks"
     return None
 

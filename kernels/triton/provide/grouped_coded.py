@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.host import coded, linear, sorted_rows, wgrad
-from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
+from moefuse.kernels.triton.host import coded, sorted_rows, wgrad
+from moefuse.kernels.triton.host.sorted_rows import Lists
 from moefuse.kernels.triton.launch.record import recorded
-from moefuse.kernels.triton.provide import packed, unpacked
-from moefuse.kernels.triton.provide.coded import DTYPES
+from moefuse.kernels.triton.provide.coded_products import Product, Rows, product
+from moefuse.kernels.triton.provide.extended import CODED_DTYPES
+from moefuse.kernels.triton.provide.products import Own
 from moefuse.ops.meaning.coded_weights import Codes, codes_of
 
 __all__ = ["grouped_linear_coded", "grouped_linear_coded_backward", "supports"]
@@ -19,26 +20,12 @@ __all__ = ["grouped_linear_coded", "grouped_linear_coded_backward", "supports"]
 
 def supports(x: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str, *_: object) -> str | None:
     """None, or why these kernels cannot run a call; ``x``: the rows, or their gradient."""
-    return f"no kernel for {x.dtype}" if x.dtype not in DTYPES else coded.refusal(codes_of(w, codes, encoding), w[0])
+    return f"no kernel for {x.dtype}" if x.dtype not in CODED_DTYPES else coded.refusal(codes_of(w, codes, encoding), w[0])
 
 
 def _held(w: Lists, codes: Lists, encoding: str) -> coded.Held:
     encoded, scale, zero = codes_of(w, codes, encoding)
-    return coded.held(_bytes(w), Codes(encoded, _bytes(scale), _bytes(zero)))
-
-
-def _bytes(tensors: Lists) -> list[Tensor]:
-    """float8 as bytes, as ``provide.coded`` has them."""
-    return [t.view(torch.uint8) if t.dtype not in coded.ELEMENTS else t for t in tensors]
-
-
-def _product(out: Tensor, x: Tensor, held: coded.Held, it: Sorted, b: Lists, back: bool = False) -> None:
-    if not back and packed.takes(out, x, held, it):
-        packed.product(out, x, held, it, b)
-    elif unpacked.takes(x, it):
-        unpacked.product(out, x, held, it, b, back=back, add=False)
-    else:
-        coded.product(out, x, held, sorted_rows.tiled(it, x.dtype), bias=linear.weight(b, 1) if b else None, back=back)
+    return coded.held(coded.as_bytes(w), Codes(encoded, coded.as_bytes(scale), coded.as_bytes(zero)))
 
 
 @recorded
@@ -48,7 +35,7 @@ def grouped_linear_coded(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b:
     out = torch.empty((xs.shape[0], held.features), dtype=xs.dtype, device=xs.device)
     if out.numel():
         it = sorted_rows.given(offsets, xs.shape[0])
-        _product(out, xs, held, it, b)
+        product(Product(out, xs, held, Rows(Own(it, xs.dtype)), b))
         sorted_rows.clear_dead(out, it)
     return out
 
@@ -62,7 +49,7 @@ def grouped_linear_coded_backward(
     if needs[0]:
         d_xs = torch.empty((grad.shape[0], held.inputs), dtype=grad.dtype, device=grad.device)
         if d_xs.numel():
-            _product(d_xs, grad.contiguous(), held, it, (), back=True)
+            product(Product(d_xs, grad.contiguous(), held, Rows(Own(it, grad.dtype)), back=True))
             sorted_rows.clear_dead(d_xs, it)
         out.append(d_xs)
     if needs[1]:

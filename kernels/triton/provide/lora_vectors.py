@@ -1,7 +1,7 @@
 """Experts with low-rank terms for few slots on CUDA: the matrix-vector products of ``moefuse::experts`` with terms, and nothing sorted.
 
 A launch for each factor A makes u, in the accumulation dtype; what reads a weight adds the term before it rounds. Factors are read where
-they are, in their own dtype. (For many rows ``lora.py`` copies them first, since every tile of rows reads them again.)
+they are, in their own dtype. (For many rows ``extended_products.py`` copies them first, since every tile of rows reads them again.)
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ def blocks_of(call: ExpertsCall) -> Config | None:
     return Config(0, up, down, pdl=device.hopper)
 
 
-def experts(call: ExpertsCall, config: Config) -> Tensor:
-    """The output [T, H] of a call that has slots."""
+def experts(call: ExpertsCall, config: Config | None = None) -> Tensor:
+    """The output [T, H] of a call that :func:`blocks_of` takes."""
+    config = config or blocks_of(call)
+    assert config is not None
     plan = Plan(call, config)
     terms = [stack.term or Term() for stack in call.stacks]
     x, body = call.x, call.body

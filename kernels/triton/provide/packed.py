@@ -12,12 +12,13 @@ from torch import Tensor
 
 from moefuse.kernels.triton.host import coded, linear, packed_specialised, sorted_rows
 from moefuse.kernels.triton.host.coded import Held
+from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.host.sorted_rows import Sorted
 from moefuse.kernels.triton.provide import projections
 from moefuse.ops.meaning.call import ExpertsCall
 
-LEAST_ROWS, E2M1_ROWS = 4, 7
-"""Mean rows of an expert from which on they are taken; of e2m1, which takes more instructions than others. Tests set the first."""
+MOST = {16: 10, 32: 20, 64: 48, 128: 160}
+"""Mean rows of an expert up to which tiles are so high (benchmarks/results/coded-h200.json)."""
 
 
 def rows(mean: float) -> int:
@@ -25,24 +26,24 @@ def rows(mean: float) -> int:
     return next((height for height in (16, 32, 64, 128) if mean <= MOST[height]), 256)
 
 
-MOST = {16: 10, 32: 20, 64: 48, 128: 160}
-"""Mean rows of an expert up to which tiles are so high (benchmarks/results/coded-h200.json)."""
+def refusal(call: ExpertsCall) -> str | None:
+    """Why a call in inference is not made so."""
+    if call.body.on_input or not call.ids.numel() or call.x.stride(1) != 1:
+        return "there are no rows, or routing weights go on the tokens"
+    of, device = projections.of_call(call), device_of(call.x.device)
+    if of is None:
+        return projections.MIXED
+    parts = ((of.first, of.last.inputs), (of.last, of.last.features))
+    reasons = (packed_specialised.refusal(held, call.x.dtype, features, device) for held, features in parts)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
-def experts(call: ExpertsCall, bm: int | None = None) -> Tensor | None:
-    """The output [T, N]; None where these kernels do not make it."""
-    body = call.body
-    slots, count = call.ids.numel(), call.w_in.experts
-    if body.on_input or not slots or slots < LEAST_ROWS * count or call.x.stride(1) != 1:
-        return None
-    of = projections.of_call(call)
-    if of is None or (any(_e2m1(held) for held in of[:3]) and slots < E2M1_ROWS * count):
-        return None
-    first, second, last, biases = of
+def experts(call: ExpertsCall, bm: int | None = None) -> Tensor:
+    """The output [T, N] of a call that :func:`refusal` lets through."""
+    body, slots, count = call.body, call.ids.numel(), call.w_in.experts
+    first, second, last, biases = projections.known(call)
     h = torch.empty((slots, last.inputs), dtype=call.x.dtype, device=call.x.device)
     y = torch.empty((slots, last.features), dtype=call.x.dtype, device=call.x.device)
-    if any(packed_specialised.refusal(part, call.x.dtype, out) is not None for part, out in ((first, h), (last, y))):
-        return None
     it, position = sorted_rows.sort_with_tiles(call.ids, count, bm or rows(slots / count))
     x = packed_specialised.in_order(call.x, first, it, tokens=True)
     packed_specialised.product(h, x, (first, second), it, biases[:2], body, last)
@@ -52,14 +53,9 @@ def experts(call: ExpertsCall, bm: int | None = None) -> Tensor | None:
     return out
 
 
-def _e2m1(held: Held) -> bool:
+def is_e2m1(held: Held) -> bool:
+    """Whether codes are e2m1, which takes more instructions to unpack than others."""
     return coded.kind_of(held.codes.encoding)[0] == "e2m1"
-
-
-def takes(out: Tensor, x: Tensor, held: Held, it: Sorted) -> bool:
-    """Whether one product is made so; ``x``: rows, or tokens."""
-    few = it.mean_rows < max(E2M1_ROWS if LEAST_ROWS and _e2m1(held) else LEAST_ROWS, 1)
-    return not few and x.stride(1) == 1 and packed_specialised.refusal(held, x.dtype, out) is None
 
 
 def product(out: Tensor, x: Tensor, held: Held, it: Sorted, bias: Sequence[Tensor], *, tokens: bool = False) -> None:

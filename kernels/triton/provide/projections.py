@@ -19,9 +19,21 @@ class Projections(NamedTuple):
     biases: tuple[Weight | None, Weight | None, Weight | None]
 
 
+MIXED = "a projection is in floating point, has a low-rank term, or gate and up are held in two ways"
+
+
+def known(call: ExpertsCall) -> Projections:
+    """Of a call of which a kernel has refused nothing."""
+    it = of_call(call)
+    assert it is not None, "refusal() comes first"
+    return it
+
+
 def of_call(call: ExpertsCall) -> Projections | None:
-    """None where one kernel does not read gate and up together, or a projection is in floating point."""
+    """None where one kernel does not read gate and up together, or a projection is in floating point or has a term (:data:`MIXED`)."""
     body = call.body
+    if any(stack.term is not None for stack in call.stacks):
+        return None
     every = call.stacks if body.split else (call.w_in, call.w_out)
     held = [coded.held(stack.weight, stack.codes) for stack in every if stack.codes is not None]
     if len(held) < len(every):

@@ -17,15 +17,9 @@ from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.sorted_rows import Sorted
 from moefuse.kernels.triton.provide.products import Own
 
-ROWS = 192
-"""Mean rows of an expert from which on this is quicker."""
 LEAST, MOST = 1 << 27, 1 << 28
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-def takes(x: Tensor, it: Sorted) -> bool:
-    """Whether a product is made so."""
-    return x.dtype in DTYPES and it.mean_rows >= ROWS
+"""Of rows."""
 
 
 def experts_at_once(held: Held, experts: int, item: int) -> int:

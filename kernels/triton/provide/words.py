@@ -14,7 +14,6 @@ from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.host.words import Part
 from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.kernels.triton.provide import projections
-from moefuse.kernels.triton.provide.projections import Projections
 from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.tuning.problem import power_of_two
 
@@ -22,13 +21,9 @@ LONE = 8
 """Tokens up to which a call is made by ``host/alone.py``, where few of its slots have an expert in common (``few_shared``)."""
 ALONE = 8
 """Slots up to which each is a tile of its own."""
-ROWS, NIBBLES, ROUNDED = 40, 24, 5
-"""Mean rows of an expert up to which these kernels are quicker than whole tiles: in general, of four bits that count on, and of rows that
-are rounded. All sizes here were measured on an H200 (benchmarks/results/coded-h200.json)."""
-
-
 LARGE = 1 << 24
-"""Weights of an expert's first projection from which on whole tiles read float8 by channels quicker, but for very few slots."""
+"""Weights of an expert's first projection from which on whole tiles read float8 by channels quicker, but for very few slots. All sizes here
+were measured on an H200 (benchmarks/results/coded-h200.json)."""
 
 
 class Choice(NamedTuple):
@@ -54,27 +49,19 @@ def choice(held: Held, slots: int, experts: int) -> Choice:
     return Choice(32, Part(4, 2, 2), Part(4, 2, 2))
 
 
-def most(call: ExpertsCall) -> int:
-    """Mean rows of an expert up to which a call is made so."""
-    encodings = [stack.codes.encoding for stack in call.stacks if stack.codes is not None]
-    if any(encoding.activation is not None for encoding in encodings):
-        return ROUNDED
-    return NIBBLES if any(coded.kind_of(encoding)[0] == "range" for encoding in encodings) else ROWS
-
-
 def refusal(call: ExpertsCall) -> str | None:
     """None, or why a call is not made so."""
     device = device_of(call.x.device)
     slots = call.ids.numel()
     if INTERPRETED or not known() or torch.version.hip is not None:
         return "no Gluon"
-    if not 0 < slots <= most(call) * call.w_in.experts or call.x.stride(1) != 1 or not (call.w_out.features and call.w_out.inputs):
-        return "too many rows"
+    if not slots or call.x.stride(1) != 1 or not (call.w_out.features and call.w_out.inputs):
+        return "there are no rows, or they are not contiguous"
     if call.body.on_input:
         return "routing weights go on the tokens"
     it = projections.of_call(call)
     if it is None:
-        return "a projection is in floating point, or gate and up are held in two ways"
+        return projections.MIXED
     rounding = it.first.codes.encoding.activation
     if rounding is not None and not rounding.group and slots > ALONE and it.first.features * it.first.inputs >= LARGE:
         return "experts are large"
@@ -82,10 +69,9 @@ def refusal(call: ExpertsCall) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _projections(call: ExpertsCall) -> Projections:
-    it = projections.of_call(call)
-    assert it is not None, "refusal() comes first"
-    return it
+def counts_on(held: Held) -> bool:
+    """Whether codes are numbers that count on."""
+    return coded.kind_of(held.codes.encoding)[0] == "range"
 
 
 def experts(call: ExpertsCall) -> Tensor:
@@ -146,7 +132,7 @@ def _least_idle(turns: int, *ahead: int) -> int:
 def lone(call: ExpertsCall, sizes: tuple[alone.Part, alone.Part] | None = None) -> Tensor:
     """The same for few tokens, in two launches."""
     body, ids, count = call.body, call.ids, call.w_in.experts
-    first, second, last, biases = _projections(call)
+    first, second, last, biases = projections.known(call)
     up, down = sizes or lone_choice((first, last), *ids.shape)
     out = torch.empty((call.x.shape[0], last.features), dtype=call.out_dtype, device=call.x.device)
     h = torch.empty((ids.numel(), last.inputs), dtype=call.x.dtype, device=call.x.device)
@@ -159,7 +145,7 @@ def tiled(call: ExpertsCall, sizes: Choice | None = None) -> Tensor:
     """The same for more."""
     body, ids = call.body, call.ids
     slots, count = call.ids.numel(), call.w_in.experts
-    first, second, last, biases = _projections(call)
+    first, second, last, biases = projections.known(call)
     cols, up, down = sizes or choice(first, slots, count)
     it = sorted_rows.sort_with_tiles(ids, count, cols)[0] if slots > ALONE else None
     out = torch.empty((call.x.shape[0], last.features), dtype=call.out_dtype, device=call.x.device)
