@@ -21,7 +21,7 @@ from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import held_leaves
 from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.regions import Region
-from moefuse.passes.lower.coded import Apart, Packed
+from moefuse.passes.lower.coded import Packed
 from moefuse.passes.lower.cost_gate import not_faster
 from moefuse.passes.lower.devices import unsupported
 from moefuse.passes.lower.held import UnsupportedError
@@ -144,7 +144,7 @@ class _Replacement:
         if inner:
             made = self._proved(Packed(self.region, self.emit, self.coded), inner)
         elif self.coded:  # no other op takes a tensor of a class of its own, so there is nothing to prove first
-            made = self._packed(self._proved(Apart(self.region, self.emit)))
+            made = self._packed(self._proved(Lowering(self.region, self.emit)))
         else:
             made = self._proved(Lowering(self.region, self.emit))
         return made if isinstance(made, Lost) else self._spread(*made)

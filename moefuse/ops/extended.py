@@ -6,7 +6,7 @@ the host time in every call, and those of ``experts`` are the C++ kernels'.
 **Codes.** A weight list may be a *storage*; ``encodings`` says of w_in, w_up and w_out how they are held ("" for a projection in floating
 point). ``codes`` has what goes with them: for each encoded projection its scales, then its zeros if it has some, each as one stacked tensor
 [E, ...] if the storage is one, else E tensors. The op means ``moefuse::experts`` with the weights that ``encoding.dequantise`` gives, in
-the dtype of x. Nobody differentiates storage, scales and zeros: tokens, routing weights and biases have gradients.
+the dtype of x. Nobody differentiates storage, scales and zeros; all else has gradients, weights in floating point beside them too.
 
 Where an encoding rounds activations, a projection means
 
@@ -146,15 +146,14 @@ def _autograd(*data: Any, recompute: bool = False, **options: Any) -> Tensor:
 
 
 def _refuse_gradients(call: ExpertsCall) -> None:
-    """Storage, scales and zeros are constants here, and weights beside them too.
+    """Storage, scales and zeros are constants here.
 
     Raises:
         RuntimeError: one of them needs a gradient.
     """
-    coded = [stack.codes for stack in call.stacks if stack.codes is not None]
-    held = [t for codes in coded for t in (*codes.scale, *codes.zero)] + [t for stack in call.stacks if coded for t in stack.weight]
-    if any(t.requires_grad for t in held):
-        raise RuntimeError("moefuse::experts_extended has gradients of x, of weights and of biases, and none of what weights are held in")
+    held = [(*stack.weight, *stack.codes.scale, *stack.codes.zero) for stack in call.stacks if stack.codes is not None]
+    if any(t.requires_grad for tensors in held for t in tensors):
+        raise RuntimeError("moefuse::experts_extended has no gradients of what weights in few bits are held in: storage, scales, zeros")
 
 
 def _composite(*data: Any, **options: Any) -> Tensor:

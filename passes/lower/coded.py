@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.fx import Node
 
 from moefuse.passes.encodings.part import Coded, emit, joined
 from moefuse.passes.graph.builder import Emitter
-from moefuse.passes.graph.calls import fake
 from moefuse.passes.ir.expr import Leaf
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower.held import UnsupportedError
 from moefuse.passes.lower.lower import BySlot, Lowered, Lowering
 from moefuse.passes.match.coded_weights import Key, keys_of
-from moefuse.passes.match.templates import Body, one_op
+from moefuse.passes.match.templates import Body
 
 
 class Packed(Lowering):
@@ -37,10 +35,6 @@ class Packed(Lowering):
         described = dict.fromkeys(coded.encoding.describe() for coded in self.coded.values())
         return replace(lowered, spec=replace(lowered.spec, encoding="; ".join(described)))
 
-    def either(self) -> Lowered:
-        """One op if a template describes the expert, else grouped products around its own code; these too with low-rank terms."""
-        return self.grouped() if has_terms(self.region) else super().either()
-
     def by_slot(self, region: Region, top_k: int) -> Lowering:
         """The lowering in which every slot is a token."""
         return PackedBySlot(region, self.emit, self.coded, top_k)
@@ -59,15 +53,17 @@ class Packed(Lowering):
         found = self.read(leaf)
         return super().stack(leaf) if found is None else self.shown(found, 0)
 
-    def call_of(self, body: Body) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-        """The op, what belongs to the storage of each projection, and how each is held."""
-        op, beside, _ = super().call_of(body)
-        if beside or op is not torch.ops.moefuse.experts.default:
-            raise UnsupportedError("there are low-rank terms beside them")
-        found = [None if p is None else self.read(p.weight) for p in (body.first, body.up, body.last)]
+    def is_coded(self, leaf: Leaf) -> bool:
+        """As of :class:`Lowering`."""
+        return super().is_coded(leaf) or any(key in self.coded for key in keys_of(leaf))
+
+    def codes(self, body: Body) -> tuple[list[Node], list[str]]:
+        """As of :class:`Lowering`, of what was read."""
+        if super().codes(body)[1]:
+            raise UnsupportedError("the program unpacks some of their weights, and multiplies others as they are held")
+        found = [None if p is None else self.read(p.weight) for p in body.projections]
         codes = [node for read in found if read is not None for i in range(1, len(read[0].parts)) for node in self.shown(read, i)]
-        names = ["" if read is None else str(read[0].encoding) for read in found]
-        return torch.ops.moefuse.experts_extended.default, [*([] for _ in range(6)), codes], {"encodings": names}
+        return codes, ["" if read is None else str(read[0].encoding) for read in found]
 
     def read(self, leaf: Leaf) -> list[Coded] | None:
         """How a projection is encoded: a stack of all experts, or each expert's own; None if it is not."""
@@ -103,18 +99,4 @@ class PackedBySlot(BySlot, Packed):
         self.top_k = top_k
 
 
-class Apart(Lowering):
-    """The lowering that says the same with the weights that the program unpacks, tier by tier."""
-
-    def either(self) -> Lowered:
-        """As of :class:`Packed`."""
-        return self.grouped() if has_terms(self.region) else super().either()
-
-
-def has_terms(region: Region) -> bool:
-    """Whether one op would take an expert with low-rank terms."""
-    body = one_op(region.expr, fake(region.value).device, region.trained)
-    return body is not None and any(p is not None and bool(p.terms or p.added) for p in body.projections)
-
-
-__all__ = ["Apart", "Packed", "UnsupportedError", "has_terms"]
+__all__ = ["Packed", "UnsupportedError"]

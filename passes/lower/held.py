@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -27,24 +25,22 @@ def encoding_of(held: Held, unrounded: bool) -> Encoding:
     return replace(held.encoding, activation=None) if unrounded else held.encoding
 
 
-def held_call(lowering: Operands, body: Body, op: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any], dict[str, Any]] | None:
-    """The op, the scales of each projection, and how each is held; None if no operation of the program multiplies storage.
+def codes(lowering: Operands, body: Body) -> tuple[list[Node], list[str]]:
+    """The scales of each projection, and how each is held; nothing if no operation of the program multiplies storage.
 
     Raises:
         UnsupportedError: the op does not take such experts.
     """
     held = [None if p is None else p.weight.held for p in body.projections]
     if not any(held):
-        return None
-    if op is not torch.ops.moefuse.experts.default or any(p is not None and (p.terms or p.added) for p in body.projections):
-        raise UnsupportedError("there are low-rank terms beside them, or they are on several ranks")
-    computed = {str(fake(e.node).dtype).removeprefix("torch.") for e in walk(lowering.region.expr) if isinstance(e, Linear)}
+        return [], []
+    products = [e for e in walk(lowering.region.expr) if isinstance(e, Linear) and e.weight.held is not None]
+    computed = {str(fake(e.node).dtype).removeprefix("torch.") for e in products}
     if len(computed) > 1:
         raise UnsupportedError(f"the projections of an expert compute in {', '.join(sorted(computed))}")
     unrounded = lowering.region.unrounded
-    codes = [node for p, h in zip(body.projections, held, strict=True) if p is not None and h is not None for node in _scales(lowering, h)]
-    names = ["" if h is None else str(encoding_of(h, unrounded)) for h in held]
-    return torch.ops.moefuse.experts_extended.default, [*([] for _ in range(6)), codes], {"encodings": names}
+    scales = [node for h in held if h is not None for node in _scales(lowering, h)]
+    return scales, ["" if h is None else str(encoding_of(h, unrounded)) for h in held]
 
 
 def described(body: Body, unrounded: bool) -> str:
@@ -55,14 +51,6 @@ def described(body: Body, unrounded: bool) -> str:
 def listed(leaves: list[Leaf], unrounded: bool) -> str:
     """The same of some weights."""
     return "; ".join(dict.fromkeys(encoding_of(leaf.held, unrounded).describe() for leaf in leaves if leaf.held is not None))
-
-
-def is_beside_terms(lowering: Operands, body: Body) -> bool:
-    """Whether there are low-rank terms beside weights that grouped products take as they are held, and that one op does not take so."""
-    found = [p for p in body.projections if p is not None]
-    held = [p.weight.held for p in found if p.weight.held is not None]
-    plain = all(encoding_of(h, lowering.region.unrounded).activation is None for h in held)
-    return bool(held) and plain and any(p.terms or p.added for p in found)
 
 
 def multiplied(lowering: Operands, rows: Node, offsets: Node, leaf: Leaf, held: Held) -> Node:
@@ -100,4 +88,4 @@ def _unnested(lowering: Operands, held: Held) -> list[Node]:
     return [lowering.emit(operator.getitem, parts, e) for e in range(len(held.scale.nodes))]
 
 
-__all__ = ["UnsupportedError", "described", "encoding_of", "held_call", "is_beside_terms", "listed", "multiplied"]
+__all__ = ["UnsupportedError", "codes", "described", "encoding_of", "listed", "multiplied"]

@@ -83,7 +83,15 @@ class Lowering(Operands):
     def either(self) -> Lowered:
         """One op if a template describes the expert, else grouped products around its own code."""
         body = one_op(self.region.expr, fake(self.region.value).device, self.region.trained)
-        return self.grouped() if body is None or held.is_beside_terms(self, body) else self.fused(body)
+        return self.fused(body) if body is not None and self.takes(body) else self.grouped()
+
+    def takes(self, body: Body) -> bool:
+        """Whether one op takes an expert: what its low-rank terms are made of is in floating point."""
+        return not any(self.is_coded(leaf) for p in body.projections if p is not None for t in p.terms for leaf in (t.a, t.b))
+
+    def is_coded(self, leaf: Leaf) -> bool:
+        """Whether weights are read as they are held, in few bits."""
+        return leaf.held is not None
 
     def rows_by_slot(self) -> Lowered:
         """The same with T*K tokens of one slot each; then the sum over the slots of a token, unless each is a result."""
@@ -145,14 +153,20 @@ class Lowering(Operands):
 
     def call_of(self, body: Body) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
         """The fused op, and what it takes behind the lists of ``moefuse::experts`` and by name."""
-        found = held.held_call(self, body, self.op()[0])
-        if found is not None:
-            return found
         op, more = self.op()
         factors, scales = terms(self, body)
-        if not scales:
+        codes, encodings = self.codes(body)
+        if encodings and op is not torch.ops.moefuse.experts.default:
+            raise held.UnsupportedError("they are on several ranks")
+        if not scales and not encodings:
             return op, [], more
-        return torch.ops.moefuse.experts_extended.default, [*factors, []], {"scales": scales}
+        given = {"scales": scales, "encodings": encodings}
+        beside = [*(factors or [[]] * 6), codes]
+        return torch.ops.moefuse.experts_extended.default, beside, {name: value for name, value in given.items() if value}
+
+    def codes(self, body: Body) -> tuple[list[Node], list[str]]:
+        """What belongs to the storage of each projection, and how each is held; nothing where all are weights in floating point."""
+        return held.codes(self, body)
 
     def op(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The fused op, and what it takes beside the arguments of ``moefuse::experts``."""

@@ -89,7 +89,7 @@ def test_adapters(program: type[Loop], dtype: torch.dtype) -> None:
     """Those are trained, in the dtype of the base or, as PEFT has them, in float32."""
     compiled = Compiled(program(make=functools.partial(Lora, factors=dtype), nested=True), captured=True)
     agree(compiled, torch.randn(11, H).bfloat16(), 0.02)
-    assert [(f.tier, f.spec.encoding) for f in compiled.report.fused] == [("grouped", HELD)], str(compiled.report)
+    assert [(f.tier, f.spec.encoding) for f in compiled.report.fused] == [("fused", HELD)], str(compiled.report)
     assert functions(compiled) == []
 
 

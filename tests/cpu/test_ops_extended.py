@@ -55,6 +55,18 @@ def test_values_and_gradients(gating: str, on_input: bool, recompute: bool) -> N
         assert torch.equal(torch.ops.moefuse.experts_extended(*args, **options), out)
 
 
+@pytest.mark.parametrize("which", range(3))
+def test_weights_beside_codes_have_gradients(which: int) -> None:
+    """One projection is in floating point, and trained."""
+    encodings = [None if i == which else ENCODINGS["int8 channels"] for i in range(3)]
+    args, dense, options = arguments(SMALL.with_(gating="separate"), *encodings)
+    given, wanted = ([*leaves(of), *(t.requires_grad_() for t in of[3 + which])] for of in (args, dense))
+    out = torch.ops.moefuse.experts_extended(*args, **options)
+    expected = ExpertsCall.of_extended(*dense, **{**options, "encodings": None}).reference()
+    for mine, theirs in zip(torch.autograd.grad(out.sum(), given), torch.autograd.grad(expected.sum(), wanted), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
 def test_rounded_rows_and_terms() -> None:
     """A projection rounds the rows that it multiplies; its term reads them as they are, and so do the gradients of its factors."""
     encoding = replace(ENCODINGS["fp8 blocks"], activation=Rounding("e4m3", 16))

@@ -10,8 +10,6 @@ from tests.cpu.test_packed_fused import Compiled
 from tests.programs.packed_adapters import Adapted, Beside, Summed
 from tests.programs.packed_forms import H
 
-BASE, TERM = torch.ops.moefuse.grouped_linear_coded.default, torch.ops.moefuse.grouped_linear.default
-
 
 @pytest.fixture(autouse=True)
 def _fresh(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,10 +28,12 @@ def check(model: Adapted, tokens: int, bound: float) -> Compiled:
         found.append((out, *torch.autograd.grad(out.square().sum(), (x, *trained))))
     for ours, theirs in zip(*found, strict=True):
         assert (ours - theirs).abs().max() <= bound * theirs.abs().max() if ours.numel() else ours.shape == theirs.shape
-    assert [(f.tier, f.spec.encoding != "") for f in compiled.report.fused] == [("grouped", True)], str(compiled.report)
+    assert [(f.tier, f.spec.encoding != "") for f in compiled.report.fused] == [("fused", True)], str(compiled.report)
     assert not compiled.report.notes
     (gm,) = compiled.graphs
-    assert [len(gm.graph.find_nodes(op="call_function", target=op)) for op in (BASE, TERM)] == [3, 6]
+    (op,) = gm.graph.find_nodes(op="call_function", target=torch.ops.moefuse.experts_extended.default)
+    assert len(op.kwargs["scales"]) == 3
+    assert any(op.kwargs["encodings"])
     return compiled
 
 
@@ -74,5 +74,6 @@ def test_a_base_that_is_trained_is_none() -> None:
     out = compiled.run(torch.randn(9, H))
     out.sum().backward()
     assert base.parts[1].grad is not None  # type: ignore[union-attr, index]
-    assert len(compiled.graphs[0].graph.find_nodes(op="call_function", target=BASE)) == 2, str(compiled.report)
+    (op,) = compiled.graphs[0].graph.find_nodes(op="call_function", target=torch.ops.moefuse.experts_extended.default)
+    assert [name == "" for name in op.kwargs["encodings"]] == [True, False, False], str(compiled.report)
     assert any("low-rank adapters is made" in note for note in compiled.report.notes)

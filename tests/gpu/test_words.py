@@ -11,8 +11,8 @@ from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.ops.meaning.encoding import EXPONENTS, LDEXP, MADE, POWERS, Encoding, Packing
 from tests.cpu.coded_case import coded
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to
-from tests.gpu.test_coded import on_gpu, run
 from tests.gpu.gpu_case import without
+from tests.gpu.test_coded import on_gpu, run
 from tests.gpu.unit_rows import unit_rows
 
 pytestmark = pytest.mark.gpu

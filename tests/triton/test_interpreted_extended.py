@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +22,10 @@ CASE = SMALL.with_(dtype=torch.float32)
 
 
 @pytest.fixture
-def kernels() -> Iterator[Any]:
+def kernels() -> Any:
     from moefuse.kernels.triton.provide import extended
 
-    yield lambda: interpreted(extended, OPS)
+    return lambda: interpreted(extended, OPS)
 
 
 def results(args: list[Any], options: dict[str, Any], **more: Any) -> list[Tensor]:

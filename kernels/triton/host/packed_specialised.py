@@ -15,7 +15,7 @@ from moefuse.kernels.triton.host.available import available
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.coded_specialised import Biases, arguments, form_of
 from moefuse.kernels.triton.host.layout import Device, device_of
-from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows
+from moefuse.kernels.triton.host.sorted_rows import Sorted
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import Described
 from moefuse.ops.meaning.call import Body
