@@ -18,8 +18,9 @@ from moefuse.capture import entry
 from moefuse.cli.command import doing
 from moefuse.config import ENVIRONMENT, SWITCHES
 from moefuse.kernels.triton import config
+from moefuse.kernels.triton.provide import choice
 from moefuse.machine import cache_folder
-from moefuse.runtime import native
+from moefuse.runtime import native, providers
 from moefuse.tuning import store
 
 OLDEST = "2.11"
@@ -102,6 +103,15 @@ def _devices() -> Iterator[Finding]:
         yield Finding("ok", "Triton", triton)
     for index in range(torch.cuda.device_count()):
         yield from _device(torch.cuda.get_device_name(index), ".".join(map(str, torch.cuda.get_device_capability(index))))
+    yield from _kernels()
+
+
+def _kernels() -> Iterator[Finding]:
+    """The tables from which kernels for weights in few bits and for adapters are chosen: the first line that takes a call."""
+    found = providers.triton_module("provide.extended"), providers.triton_module("provide.coded_products")
+    for what, module in zip(("few bits, LoRA", "one product"), found, strict=True):
+        if not isinstance(module, str):
+            yield from (Finding("ok", what, line) for line in choice.lines(module.KERNELS))
 
 
 def _device(name: str, capability: str) -> Iterator[Finding]:

@@ -90,3 +90,29 @@ def test_sizes(tokens: int, kernels: Any) -> None:
     with kernels():
         found = results(args, options)
     same(found, results(args, options))
+
+
+def test_doctor_prints_the_tables() -> None:
+    """In the order in which kernels are asked; the last takes every call, so that there is always one."""
+    from moefuse.cli import doctor
+    from moefuse.kernels.triton.provide import choice, coded_products, extended
+
+    found = [*doctor._kernels()]
+    assert [f.text for f in found] == [*choice.lines(extended.KERNELS), *choice.lines(coded_products.KERNELS)]
+    assert found[3].text == "words, rows rounded: up to 5 rows of an expert"
+    for module in (extended, coded_products):
+        *_, last = module.KERNELS
+        assert (last.rows, last.refusal(None)) == ((0, choice.REST), None)
+
+
+def test_choice_says_why_not(kernels: Any) -> None:
+    """Each kernel's answer for a call: its reason, or the rows for which it is the best."""
+    from moefuse.kernels.triton.provide import choice, extended
+    from moefuse.ops.meaning.call import ExpertsCall
+
+    args, _, options = arguments(CASE, ENCODINGS["nibbles"], None, ENCODINGS["int8 channels"])
+    answers = choice.answers(extended.KERNELS, 3.6, ExpertsCall.of_extended(*args, **options))
+    assert answers["vectors and low-rank terms"] == "weights are held in few bits"
+    assert answers["rows rounded, specialised warps"] == "for 8 to inf rows of an expert"
+    assert answers["a product for each projection"] is None
+    assert "low-rank term" in str(answers["words, other codes"])
