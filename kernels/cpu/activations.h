@@ -1,7 +1,7 @@
 // The activations of moefuse/ops/meaning/activations.py, in its order. A NaN passes through every one of them.
 namespace {
 
-enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2, SIGMOID, TANH, IDENTITY, SWIGLU_OAI, SILU_CLAMP };
+enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2, SIGMOID, TANH, IDENTITY, SWIGLU_OAI, SILU_CLAMP, MISH };
 
 template <class A> inline A sigmoid(A v) { return A(1) / (A(1) + std::exp(-v)); }
 template <class A> inline A at_most(A v, A limit) { return v > limit ? limit : v; }
@@ -16,6 +16,7 @@ template <class A> inline A pointwise(int activation, A v) {
     case RELU2: { A r = at_least(v, A(0)); return r * r; }
     case SIGMOID: return sigmoid(v);
     case TANH: return std::tanh(v);
+    case MISH: { A n = std::exp(at_most(v, A(40))), w = n * (n + A(2)); return v * (w / (w + A(2))); }  // tanh(log(1 + n))
     default: return v;
   }
 }
@@ -102,6 +103,7 @@ inline VecF pointwise(int activation, VecF v) {
     case RELU2: { VecF r = at_least(v, 0.f); return r * r; }
     case SIGMOID: return sigmoid(v);
     case TANH: return tanh(v);
+    case MISH: { VecF n = exp(at_most(v, 40.f)), w = n * (n + 2.f); return v * (w / (w + 2.f)); }
     default: return v;
   }
 }

@@ -27,6 +27,10 @@ inline Slope with_slope(int activation, VecF v) {
     case RELU2: { VecF r = at_least(v, 0.f); return {r * r, 2.f * r, v <= lanes(0.f)}; }
     case SIGMOID: { VecF s = sigmoid(v); return {s, s * (1.f - s)}; }
     case TANH: { VecF t = tanh(v); return {t, 1.f - t * t}; }
+    case MISH: {
+      VecF n = exp(at_most(v, 40.f)), w = n * (n + 2.f), t = w / (w + 2.f);
+      return {v * t, t + v * (1.f - t * t) * sigmoid(v)};
+    }
     default: return {v, ones()};
   }
 }

@@ -73,7 +73,7 @@ def _activation_table() -> tuple[tuple[object, str], ...]:
         "ReLUSquaredActivation": "relu2",
         "LinearActivation": "identity",
     }
-    table: list[tuple[object, str]] = [(nn.SiLU, "silu"), (nn.ReLU, "relu"), (nn.Sigmoid, "sigmoid"), (nn.Tanh, "tanh")]
+    table: list[tuple[object, str]] = [(nn.SiLU, "silu"), (nn.ReLU, "relu"), (nn.Sigmoid, "sigmoid"), (nn.Tanh, "tanh"), (nn.Mish, "mish")]
     table += [(nn.Identity, "identity"), (F.silu, "silu"), (F.relu, "relu"), (F.gelu, "gelu"), (torch.relu, "relu")]
     table += [(torch.sigmoid, "sigmoid"), (torch.tanh, "tanh"), (F.sigmoid, "sigmoid"), (F.tanh, "tanh")]
     table += [(getattr(hf_activations, cls), name) for cls, name in named.items() if hasattr(hf_activations, cls)]

@@ -88,7 +88,7 @@ def unary(expr: Any) -> tuple[str, Any] | None:
     x = expr.args[0]
     if (cut := _cut(expr)) is not None:
         return "relu", cut
-    if expr.name in ("silu", "sigmoid", "tanh") and len(expr.args) == 1 and not expr.kwargs:
+    if expr.name in ("silu", "sigmoid", "tanh", "mish") and len(expr.args) == 1 and not expr.kwargs:
         return expr.name, x
     if expr.name == "gelu":
         kind = expr.options.get("approximate", expr.args[1] if len(expr.args) > 1 else "none")

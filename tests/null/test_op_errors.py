@@ -20,7 +20,7 @@ from moefuse.runtime import providers
 ops = torch.ops.moefuse
 FLOATS = "float16, bfloat16, float32, float64"
 INTS = "int64, int32, int16, int8, uint8"
-ACTIVATIONS = "'silu', 'gelu', 'gelu_tanh', 'relu', 'relu2', 'sigmoid', 'tanh', 'identity', 'swiglu_oai', 'silu_clamp'"
+ACTIVATIONS = "'silu', 'gelu', 'gelu_tanh', 'relu', 'relu2', 'sigmoid', 'tanh', 'identity', 'swiglu_oai', 'silu_clamp', 'mish'"
 WEIGHT = "one stacked tensor [E, out, in], or one tensor [out, in] per expert"
 VECTOR = "one stacked tensor [E, out], or one tensor [out] per expert"
 

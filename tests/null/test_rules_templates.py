@@ -76,6 +76,7 @@ PLAIN: list[tuple[str, Between]] = [
     ("relu2", lambda h: torch.relu(h) * h.clamp(min=0)),
     ("sigmoid", torch.sigmoid),
     ("tanh", torch.tanh),
+    ("mish", F.mish),
     ("identity", lambda h: h),
     ("silu", lambda h: F.silu(h.float()).to(torch.float32)),
 ]

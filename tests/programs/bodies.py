@@ -45,6 +45,7 @@ POINTWISE: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
     "softmax": (lambda x: F.softmax(x, dim=-1), lambda x: x.softmax(-1)),
     "sigmoid": (torch.sigmoid, lambda x: x.sigmoid()),
     "tanh": (torch.tanh, F.tanh),
+    "mish": (F.mish, nn.Mish()),
     "identity": (lambda x: x,),
     "quick_gelu": (lambda x: x * torch.sigmoid(1.702 * x),),
     "relu_of_square": (lambda x: F.relu(x.square() - 0.1),),

@@ -8,7 +8,7 @@ from typing import Literal
 from moefuse.spec import Domain, Gating
 
 GATED: tuple[str, ...] = ("merged", "interleaved", "split")
-SMOOTH: tuple[str, ...] = ("silu", "gelu", "gelu_tanh", "tanh_mix", "softplus", "tanh", "quick_gelu", "identity")
+SMOOTH: tuple[str, ...] = ("silu", "gelu", "gelu_tanh", "tanh_mix", "softplus", "tanh", "mish", "quick_gelu", "identity")
 """Activations without kinks: rounding moves neither them nor their gradients by a jump."""
 NEEDS_GATE: tuple[str, ...] = ("swiglu_oai", "silu_clamp", "gate_only", "oai_two_limits", "oai_plus_two", "clamp_both")
 NONZERO_AT_ZERO: tuple[str, ...] = ("softplus", "softmax", "sigmoid")
@@ -95,6 +95,7 @@ class Body(_Short):
         "relu2",
         "sigmoid",
         "tanh",
+        "mish",
         "identity",
         "swiglu_oai",
         "silu_clamp",

@@ -7,7 +7,7 @@ as <dout W_out, a> + <dout, b_out>, so y is not needed (SonicMoE's and ScatterMo
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.device.functions import at_least, at_most, expert_base, gated, logistic, pointwise, relu, tanh
+from moefuse.kernels.triton.device.functions import at_least, at_most, expert_base, gated, logistic, pointwise, relu, tanh, tanh_softplus
 from moefuse.kernels.triton.device.rows import expert_of
 
 
@@ -34,6 +34,9 @@ def pointwise_grad(d, h, ACT: tl.constexpr, FAST: tl.constexpr):
     elif ACT == "tanh":
         t = tanh(h)
         r = d * (1.0 - t * t)
+    elif ACT == "mish":
+        t = tanh_softplus(h)
+        r = d * (t + h * (1.0 - t * t) * logistic(h, FAST))
     else:
         tl.static_assert(ACT == "identity", "activation without a derivative here")
         r = d

@@ -112,6 +112,14 @@ def at_least(x, limit):
 
 
 @triton.jit
+def tanh_softplus(h):
+    """tanh(log(1 + n)) with n = exp(h), without a difference of near equals; past 40 it is 1 in any dtype."""
+    n = tl.exp(at_most(h, 40.0))
+    w = n * (n + 2.0)
+    return w / (w + 2.0)
+
+
+@triton.jit
 def pointwise(h, ACT: tl.constexpr, FAST: tl.constexpr):
     """The function of one value behind an activation. FAST: see ``logistic``."""
     if ACT == "silu":
@@ -129,6 +137,8 @@ def pointwise(h, ACT: tl.constexpr, FAST: tl.constexpr):
         r = logistic(h, FAST)
     elif ACT == "tanh":
         r = tanh(h)
+    elif ACT == "mish":
+        r = h * tanh_softplus(h)
     else:
         tl.static_assert(ACT == "identity", "activation without a formula here")
         r = h

@@ -73,6 +73,11 @@ def _silu_vjp(grad: Tensor, h: Tensor) -> Tensor:
     return out
 
 
+def _mish_vjp(grad: Tensor, h: Tensor) -> Tensor:
+    out: Tensor = _aten.mish_backward(grad, h)
+    return out
+
+
 def _gelu(approximate: str) -> Activation:
     def derivative(grad: Tensor, h: Tensor) -> Tensor:
         out: Tensor = _aten.gelu_backward(grad, h, approximate=approximate)
@@ -152,4 +157,5 @@ ACTIVATIONS: dict[str, Activation] = {
     "identity": _pointwise(lambda h: h, lambda grad, h: grad),
     "swiglu_oai": Activation(2, True, ("alpha", "limit"), _swiglu_oai_forward, _swiglu_oai_backward),
     "silu_clamp": Activation(1, True, ("limit",), _silu_clamp_forward, _silu_clamp_backward),
+    "mish": _pointwise(torch.nn.functional.mish, _mish_vjp),
 }

@@ -25,7 +25,7 @@ _ONE: dict[str, Callable[[Node, Expr], Expr]] = {
     "identity": lambda _, x: x,
     "gelu_tanh": lambda node, x: Op(node, "gelu", (x,), (("approximate", "tanh"),)),
     "relu2": lambda node, x: Op(node, "square", (Op(node, "relu", (x,), ()),), ()),
-    **{name: lambda node, x, name=name: Op(node, name, (x,), ()) for name in ("silu", "gelu", "relu", "sigmoid", "tanh")},  # type: ignore[misc]
+    **{name: lambda node, x, name=name: Op(node, name, (x,), ()) for name in ("silu", "gelu", "relu", "sigmoid", "tanh", "mish")},  # type: ignore[misc]
 }
 
 
