@@ -205,5 +205,5 @@ def test_bitsandbytes(nested: bool, adapters: bool) -> None:
         model = peft.get_peft_model(model, config).base_model.model
     compiled = Compiled(model.train(), captured=True)
     agree(compiled, torch.randn(11, H).bfloat16(), 0.02)
-    assert [f.spec.encoding for f in compiled.report.fused] == ["lut16, groups of 64"], str(compiled.report)
+    assert [f.spec.encoding for f in compiled.report.fused] == ["nf4, groups of 64"], str(compiled.report)
     assert functions(compiled) == []

@@ -192,6 +192,7 @@ def test_words() -> None:
     assert Encoding("s8", (1, 0)).describe() == "s8, a scale for each channel"
     assert Encoding(MADE["u4"], (1, 64), zero=True, packing=Packing(1, (0, 4))).describe() == "u4, groups of 64 with zeros"
     assert Encoding(MADE["e2m1"], (1, 32), scale=EXPONENTS, packing=Packing(1, (0, 4))).describe() == "e2m1, groups of 32, scales 2^n"
+    assert Encoding(MADE["nf4"], (1, 64), packing=Packing(1, (4, 0))).describe() == "nf4, groups of 64"
     assert Encoding("e5m2", (0, 0)).describe() == "e5m2, one scale"
     by_groups = Encoding("e4m3", (128, 128), activation=Rounding("e4m3", 128))
     assert by_groups.describe() == "e4m3, blocks of 128x128, activations e4m3 per token and 128 inputs"
