@@ -28,9 +28,19 @@ def real(axis: Axis) -> bool:
 
 
 def joined(parts: list[Axes], rank: int) -> Axes:
-    """The axes of a broadcast result: each dimension from the first operand that has it."""
+    """The axes of a broadcast result: each dimension from the first operand that has it, rather than from one that was expanded to it."""
     columns = [padded(p, rank) for p in parts]
-    return tuple(next((c[i] for c in columns if real(c[i])), next((c[i] for c in columns if c[i]), ())) for i in range(rank))
+
+    def of(i: int) -> Axis:
+        mine = sorted((c[i] for c in columns if real(c[i])), key=repeats) or [c[i] for c in columns if c[i]]
+        return mine[0] if mine else ()
+
+    return tuple(of(i) for i in range(rank))
+
+
+def repeats(axis: Axis) -> bool:
+    """Whether all along an axis one value is repeated."""
+    return all(a.kind == "b" or same(a.size, 1) for a in axis)
 
 
 def leaf(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Any) -> Expr | None:
@@ -85,6 +95,8 @@ def fits(rows: Axes, other: Axes) -> bool:
         if any(a.kind == "r" for a in mine):
             if not any(a.kind == "r" for a in theirs):
                 return False
+            continue
+        if repeats(theirs) and same(extent(mine), extent(theirs)):
             continue
         runs = align(mine, theirs)
         if runs is None or any({a.kind for a in x if not same(a.size, 1)} != {a.kind for a in y if not same(a.size, 1)} for x, y in runs):

@@ -51,6 +51,7 @@ ROWS: list[tuple[str, Function, tuple[str, str, str]]] = [
     ("weights_masked_select", lambda weights, ids: weights.masked_select(ids == 1), ("selected", "r", "weight")),
     ("gather", lambda x, ids: torch.gather(x, 0, tok(ids)[:, None].expand(-1, H)), ("selected", "r f", "token(x)")),
     ("weights", lambda weights, ids: weights[both(ids)[0], both(ids)[1]], ("selected", "r", "weight")),
+    ("weights_turned", lambda weights, ids: weights.t()[both(ids)[1], both(ids)[0]], ("selected", "r", "weight")),
     ("weights_none", lambda weights, ids: weights[both(ids)[0], both(ids)[1], None], ("selected", "r 1", "weight")),
     ("weights_mask", lambda weights, ids: weights[ids == 1], ("selected", "r", "weight")),
     ("sorted_tokens", lambda x, ids: x[order(ids) // K], ("sorted", "r f", "token(x)")),
@@ -409,6 +410,47 @@ def test_row_local_operations(function: Function, expected: str) -> None:
     domain, axes, expr = rows_of(lambda x, ids, w_up: function(slots(x, ids, w_up)))
     assert (domain, axes) == ("slots", "t k f")
     assert expr == expected.replace("{h}", "linear(token(x), w_up)")
+
+
+def with_weights(function: Callable[[Any, Any], Any]) -> Function:
+    """What a function makes of an expert's rows [R, 2 I] and their weights [R]."""
+
+    def program(x: Any, ids: Any, weights: Any, w_in: Any) -> Any:
+        token, slot = both(ids)
+        return function(x[token] @ w_in[1].t(), weights[token, slot])
+
+    return program
+
+
+WEIGHED: list[tuple[str, Callable[[Any, Any], Any]]] = [
+    ("expand", lambda y, w: y * w[:, None].expand(-1, 2 * I)),
+    ("expand_as", lambda y, w: y * w.unsqueeze(1).expand_as(y)),
+    ("broadcast_to", lambda y, w: y * w[:, None].broadcast_to(w.shape[0], 2 * I)),
+    ("repeat", lambda y, w: y * w[:, None].repeat(1, 2 * I)),
+    ("tile", lambda y, w: y * w[:, None].tile(1, 2 * I)),
+    ("einsum", lambda y, w: torch.einsum("ri,r->ri", y, w)),
+    ("einsum_dots", lambda y, w: torch.einsum("...i,...->...i", y, w)),
+]
+
+
+@pytest.mark.parametrize("function", [f for _, f in WEIGHED], ids=[n for n, _ in WEIGHED])
+def test_a_weight_for_each_feature(function: Callable[[Any, Any], Any]) -> None:
+    """Of a slot, given to all features before or as it is multiplied: found in public repositories."""
+    found = rows_of(with_weights(function))
+    assert found == ("selected", "r f", "mul(linear(token(x), w_in), weight)")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y, w: y * w[:1, None].expand_as(y),  # the first row's for all
+        lambda y, w: torch.einsum("ri,r->ir", y, w),  # in another order
+        lambda y, w: w[:, None].expand(-1, 2 * I).mean(-1, keepdim=True) * y.sum(0),  # rows meet
+    ],
+)
+def test_weights_that_are_not_the_rows_own(function: Callable[[Any, Any], Any]) -> None:
+    fact = fact_of(with_weights(function))
+    assert not isinstance(fact, Rows) or letters(fact.axes) != "r f" or "weight" not in show(fact.expr)
 
 
 LOST: list[tuple[str, Function, str]] = [

@@ -97,6 +97,9 @@ WEIGHS = {
     "entries": ("table = F.one_hot(ids, E).to(weights.dtype) * weights[..., None]", "table[tok, slot, e, None]"),
     "gather": ("", "weights[tok].gather(1, slot[:, None])"),
     "summed": ("", "(weights[tok] * (ids[tok] == e)).sum(-1, keepdim=True)"),
+    "expanded": ("", "weights[tok, slot].unsqueeze(-1).expand(-1, H)"),
+    "repeated": ("", "weights[tok, slot, None].repeat(1, H)"),
+    "turned": ("turned = weights.t()", "turned[slot, tok, None]"),
 }
 """Once before the loop; the weights of an expert's rows."""
 

@@ -54,6 +54,8 @@ def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, ind
     columns, rest = [i.of for i in given], indices[len(given) :]
     if isinstance(base, Fill) and columns in (["flat"], ["token", "slot"]) and _by_slot(base, chosen.routing):
         base = View(base.axes, x)  # routing weights that are all the same
+    if columns == ["slot", "token"] and isinstance(base, View) and len(base.axes) == 2:  # ``w.t()[slot_rows, token_rows]``
+        base, columns = base.with_axes(base.axes[::-1]), columns[::-1]
     if columns == ["flat"]:
         return by_slots(node, base, chosen, rest)
     if any(r is not None and r != _ALL for r in rest[1:]):

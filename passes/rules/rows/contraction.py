@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +16,17 @@ from moefuse.passes.graph.named import counted
 from moefuse.passes.graph.sharded import is_root
 from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.graph.stacks import row_behind
-from moefuse.passes.infer.operands import beside, fits, leaf, real
+from moefuse.passes.infer.operands import beside, fits, joined, leaf, real
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.infer.unpacking import is_unpacked
 from moefuse.passes.infer.weight_sums import stack_of_sums
 from moefuse.passes.ir.axes import Atom, Axes, Axis, align, fresh, reshape
 from moefuse.passes.ir.expr import Cast, Expr, Leaf, Linear, Op, SharedVector
-from moefuse.passes.ir.facts import Counts, Domain, Finding, Lost, Mask, Order, Routing, RowNumber, Rows, Table, View, Weight
+from moefuse.passes.ir.facts import Counts, Domain, Fact, Finding, Lost, Mask, Order, Routing, RowNumber, Rows, Table, View, Weight
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.masks import mask_table, masked_weight
 from moefuse.passes.rules.rows.leaves import slot_value, token
+from moefuse.passes.rules.rows.pointwise import domain_of
 from moefuse.passes.rules.rows.put_together import apart
 from moefuse.passes.rules.sums.reduce import combined
 
@@ -86,11 +88,33 @@ def on_einsum(ctx: Context, node: Node, equation: Any, *given: Any) -> Finding:
         return None
     factors, labels, out = read
     if len(factors) == 2:
+        product = _by_element(ctx, node, factors, labels, out)
+        if product is not None:
+            return product
         return contract(ctx, node, factors[0], factors[1], labels[0], labels[1], out)
     sizes: dict[str, Any] = {}
     for names, value in zip(labels, factors, strict=True):
         sizes |= {c: size for c, size in zip(names, out_shape(value), strict=True) if c not in sizes or same(sizes[c], 1)}
     return _in_pairs(ctx, node, [(names, ctx.fact(value)) for names, value in zip(labels, factors, strict=True)], out, sizes)
+
+
+def _by_element(ctx: Context, node: Node, factors: Sequence[Any], labels: Sequence[Labels], out: Labels) -> Finding:
+    """``einsum("th,t->th", rows, w)``: nothing is summed, and dimensions keep their order, so it is a product element by element."""
+    facts = [ctx.fact(value) for value in factors]
+    rows = [fact for fact in facts if isinstance(fact, Rows)]
+    if not rows or set(out) != set("".join(labels)) or any(list(names) != [c for c in out if c in names] for names in labels):
+        return None
+    domain = domain_of(rows)
+    spread = [
+        fact.with_axes(tuple(fact.axes[names.index(c)] if c in names else () for c in out))
+        for fact, names in zip(facts, labels, strict=True)
+        if isinstance(fact, Fact) and len(fact.axes) == len(names)
+    ]
+    if domain is None or len(spread) < len(facts):
+        return None
+    axes = joined([fact.axes for fact in spread if isinstance(fact, Rows)], len(out))
+    found = [leaf(ctx, node, axes, domain, fact) for fact in spread]
+    return None if None in found else Rows(axes, domain, Op(node, "mul", tuple(found)))
 
 
 def _in_pairs(ctx: Context, node: Node, terms: list[tuple[Labels, Any]], out: Labels, sizes: dict[str, Any]) -> Finding:
