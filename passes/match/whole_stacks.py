@@ -30,7 +30,7 @@ is quicker than to unpack all of it first.
 PyTorch alone takes experts with tokens one by one: with 4 of 32 a tenth of the time, with all of them up to twice. Kernels for every CUDA
 device multiply many rows at less than half the speed of unpacked weights, which pays for unpacking from about 64 rows of an expert on.
 Those for Hopper were 1.06x to 2.9x as quick as to unpack first at all sizes that were measured, the last of which is this one
-(docs/design/gpu-kernels.md, "Weights in few bits").
+(docs/design/gpu-kernels.md, "Quantised weights").
 """
 LIVE = ("cuda",)
 """Devices where it is taken for calls of any number of tokens."""

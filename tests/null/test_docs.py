@@ -18,7 +18,7 @@ from moefuse.passes.ir import facts
 from moefuse.passes.rules import _FAMILIES
 
 ROOT = Path(__file__).parent.parent.parent
-FILES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
+FILES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/results/*.md")))
 README = (ROOT / "README.md").read_text()
 OPTIONS = (ROOT / "docs/options.md").read_text()
 PATH = re.compile(r"`((?:moefuse|passes|kernels|tests|docs|benchmarks|examples|requirements)/[\w./-]+)`")
