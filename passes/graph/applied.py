@@ -1,4 +1,4 @@
-"""Functions with a backward pass of their own (``autograd.Function``) that multiply rows by weights in few bits.
+"""Functions with a backward pass of their own (``autograd.Function``) that multiply rows by quantised weights.
 
 Dynamo calls such a function with two bodies, those of forward and of backward. While a graph is read, the operations of forward stand in
 the place of the call, so that rules see what is multiplied. What is not replaced is the call again afterwards: its backward pass is its

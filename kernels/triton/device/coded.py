@@ -1,4 +1,4 @@
-"""One grouped GEMM on tensor cores whose weights are held in few bits: ``coded_tiles``, and how a block of them is read.
+"""One grouped GEMM on tensor cores whose weights are quantised: ``coded_tiles``, and how a block of them is read.
 
 A block is read as codes, becomes what the program makes of it (``ops/meaning/encoding.py``, with the same rounding after each step, so the
 same bits), and is multiplied; nothing unpacked is ever written. With BACK the product is with the transpose: rows of gradients come in,

@@ -1,4 +1,4 @@
-"""Products of weights in few bits with rows of 16 bits, with specialised warps: those who multiply unpack weights in their registers.
+"""Products of quantised weights with rows of 16 bits, with specialised warps: those who multiply unpack weights in their registers.
 
 The producer and the ring are those of ``products.py``, but weights are the left operand: ``wgmma`` takes it from registers, where the words
 of a step become numbers (``words/unpack.py``). So nothing unpacked is written anywhere, and while one group of warps unpacks, the tensor

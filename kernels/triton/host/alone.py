@@ -1,4 +1,4 @@
-"""Few tokens with weights in few bits: how their products are cut, and the launch (``words/alone.py``)."""
+"""Few tokens with quantised weights: how their products are cut, and the launch (``words/alone.py``)."""
 
 from __future__ import annotations
 

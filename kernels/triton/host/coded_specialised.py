@@ -1,4 +1,4 @@
-"""What products with specialised warps take of weights in few bits, whether their rows are rounded or not: arguments and descriptors."""
+"""What warp-specialised products take of quantised weights, whether their rows are rounded or not: arguments and descriptors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of 16 bits times weights in few bits by kernels with specialised warps (``hopper/packed.py``): which they take, and the launch."""
+"""Rows of 16 bits times quantised weights by warp-specialised kernels (``hopper/packed.py``): which they take, and the launch."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Plan(Planned):
         self.specialised = refusal is None
         self.config = config or self._choose()
         if self.config.specialised and (refusal or not self.config.possible):
-            raise ValueError(refusal or "kernels with specialised warps have no such tiles")
+            raise ValueError(refusal or "warp-specialised kernels have no such tiles")
         self.ready = False
         self.direct: Direct | None = None
         self.known: dict[tuple[int, ...], Separate] = {}

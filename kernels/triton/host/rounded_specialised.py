@@ -1,4 +1,4 @@
-"""Products of float8 codes by kernels with specialised warps (``hopper/rounded.py``): which they take, and the launch."""
+"""Products of float8 codes by warp-specialised kernels (``hopper/rounded.py``): which they take, and the launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of the grouped tier and of training by kernels with specialised warps (``hopper/``): which they take, how they are cut, and the
+"""Products of the grouped tier and of training by warp-specialised kernels (``hopper/``): which they take, how they are cut, and the
 launches; descriptors that the products of a plan share (``plan_specialised.py``)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Few rows with weights in few bits: which projections are read as words, how a product is cut, and its launch (``words/products.py``)."""
+"""Few rows with quantised weights: which projections are read as words, how a product is cut, and its launch (``words/products.py``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Few tokens times weights in few bits: a warp has the weights of *part* of a sum, so nothing waits for many steps of it.
+"""Few tokens times quantised weights: a warp has the weights of *part* of a sum, so nothing waits for many steps of it.
 
 Words, and how they become the left operand, are those of ``products.py``. A program has 16 features, and a warp all of these for one
 part: of a first projection parts are pieces of the inputs of one slot, of the last one the slots of a token (in pieces where warps are left

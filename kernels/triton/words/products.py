@@ -1,4 +1,4 @@
-"""Few rows times weights in few bits, on tensor cores: weights are the left operand, unpacked in the registers where these read them.
+"""Few rows times quantised weights, on tensor cores: weights are the left operand, unpacked in the registers where these read them.
 
 A program makes 16 features per warp of up to COLS rows of one expert. Four threads have a row of weights, each 16 bytes of every 64, so
 the order of the inputs in a product is not that of memory but (64 bytes, word, thread, code): tokens are read in the same order, and a sum
