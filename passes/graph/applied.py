@@ -28,7 +28,7 @@ APPLY = getattr(torch.ops.higher_order, "autograd_function_apply", None)
 _KNOWN = frozenset(("non_differentiable_idx", "saved_for_backward_idx"))
 _PACKED = frozenset((torch.int8, torch.uint8, torch.int16, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2))
 _PARTS = 2
-"""Of what forward returns: its results, and what it keeps for backward."""
+"""How many parts forward returns: its results, and what it keeps for backward."""
 _GRAD_MODE = "_set_grad_enabled"
 
 

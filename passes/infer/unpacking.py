@@ -68,7 +68,7 @@ class Use:
 
 @dataclass
 class Unpacking:
-    """Of one graph.
+    """What a graph unpacks.
 
     Attributes:
         made: what is computed from the model's own tensors.

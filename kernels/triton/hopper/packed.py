@@ -27,7 +27,7 @@ from moefuse.kernels.triton.words.unpack import unpacked
 
 @gluon.constexpr_function
 def words_layout(each, parts):
-    """Of words [4, 8, parts * 4 * each], a warp for each first index: four threads have a row of each part."""
+    """The layout of words [4, 8, parts * 4 * each], a warp for each first index: four threads have a row of each part."""
     reg = [[0, 0, i] for i in halves(each)] + [[0, 0, 4 * each * i] for i in halves(parts)]
     lane = [[0, 0, each], [0, 0, 2 * each]] + [[0, i, 0] for i in halves(8)]
     return gl.DistributedLinearLayout(reg, lane, [[1, 0, 0], [2, 0, 0]], [], [4, 8, parts * 4 * each])
@@ -35,7 +35,7 @@ def words_layout(each, parts):
 
 @gluon.constexpr_function
 def turns_layout(each, parts):
-    """Of words [4, 16, parts * 4 * each] of 8 and 8 rows by turns."""
+    """The layout of words [4, 16, parts * 4 * each] of 8 and 8 rows by turns."""
     reg = [[0, 0, i] for i in halves(each)] + [[0, 0, 4 * each * i] for i in halves(parts)] + [[0, 1, 0]]
     lane = [[0, 0, each], [0, 0, 2 * each]] + [[0, 2 * i, 0] for i in halves(8)]
     return gl.DistributedLinearLayout(reg, lane, [[1, 0, 0], [2, 0, 0]], [], [4, 16, parts * 4 * each])
@@ -43,7 +43,7 @@ def turns_layout(each, parts):
 
 @gluon.constexpr_function
 def numbers_layout(each):
-    """Of words [64, 4, each]: the rows of a product, of which a thread has two."""
+    """The layout of words [64, 4, each]: the rows of a product, of which a thread has two."""
     reg = [[0, 0, i] for i in halves(each)] + [[8, 0, 0]]
     lane = [[0, 1, 0], [0, 2, 0]] + [[i, 0, 0] for i in halves(8)]
     return gl.DistributedLinearLayout(reg, lane, [[16, 0, 0], [32, 0, 0]], [], [64, 4, each])
@@ -137,7 +137,7 @@ def numbers_at(place, step, at, L: gl.constexpr, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def numbers_of_step(place, step, steps, at, L: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
-    """Of a step, and of its second half."""
+    """Scales or zeros [64, 4, 1] of a step's first 64 inputs, and of its second 64."""
     step = gl.minimum(step, steps - 1) * (cut.BK // 64)
     first = numbers_at(place, step, at, L, coding.BLOCK_K)  # [64, 4, 1]
     second = first

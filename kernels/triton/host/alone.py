@@ -16,7 +16,7 @@ from moefuse.ops.meaning.call import Body
 from moefuse.tuning.problem import power_of_two
 
 SLOTS = 8
-"""Of a token: each has warps of its own in the last projection."""
+"""The most slots of a token: in the last projection each slot has warps of its own."""
 
 
 class Cut(NamedTuple):

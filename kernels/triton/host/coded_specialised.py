@@ -18,7 +18,7 @@ from moefuse.kernels.triton.launch.record import as_value
 from moefuse.ops.meaning.call import Body
 
 Biases = tuple[Weight | None, Weight | None]
-"""Of one projection, or of gate and up."""
+"""The bias of one projection, or those of gate and up."""
 
 
 def form_of(parts: tuple[Held, Held], bias: Biases, body: Body | None) -> Form:

@@ -203,7 +203,7 @@ class Plan(Planned):
 
 
 def _addresses(call: ExpertsCall, known: Sequence[int]) -> tuple[int, ...]:
-    """Of all Parameters where a list has several; else nothing."""
+    """The addresses of all Parameters where a list has several; else nothing."""
     lists = call.lists
     if max(map(len, lists)) <= 1:
         return ()

@@ -23,7 +23,7 @@ GROUP = 128
 """Inputs of a step, which are those of a scale of rows and of weights, where it is not for all inputs."""
 ROWS = 128
 COLUMNS = 128
-"""Of a tile's sums, of both projections together."""
+"""Rows and columns of a tile; the columns are those of both projections together."""
 CUT = Cut("shared", ROWS, COLUMNS, GROUP, 8, 6, 2, 2)
 LEAST_ROWS = 8
 """Mean rows of an expert from which on they are taken. Tests set it."""

@@ -25,7 +25,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 LINEAR, GRADS = "shared", "pingpong"
 """The form of products with weights and of gradients of weights. Benchmarks set it."""
 ROWS = 128
-"""Of a tile; for products whose rows come in lower ones they do not pay."""
+"""Rows of a tile. Where rows come in lower tiles these kernels do not pay."""
 LEAST_ROWS = SPECIALISED_ROWS
 """Mean rows of an expert from which on they are taken. Tests set it."""
 LEAST = 64

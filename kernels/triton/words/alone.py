@@ -26,7 +26,7 @@ from moefuse.kernels.triton.words.unpack import as_number, unpacked
 
 @gluon.constexpr_function
 def shared_layout(steps, each, warps):
-    """Of inputs [warps, steps, LANES, owners, each, columns]: a thread has one column."""
+    """The layout of inputs [warps, steps, LANES, owners, each, columns]: a thread has one column."""
     reg = [[0, 0, 0, 0, i, 0] for i in halves(each)] + [[0, 0, 0, i, 0, 0] for i in halves(8)]
     reg = reg + [[0, i, 0, 0, 0, 0] for i in halves(steps)]
     lane = [[0, 0, i, 0, 0, 0] for i in halves(4)] + [[0, 0, 0, 0, 0, i] for i in halves(8)]
@@ -36,7 +36,7 @@ def shared_layout(steps, each, warps):
 
 @gluon.constexpr_function
 def piece_layout(slots, pieces, both):
-    """Of sums [slots, pieces, 16]: pieces are in one thread, and of gate and up both."""
+    """The layout of sums [slots, pieces, 16]: pieces are in one thread, and of gate and up both."""
     reg = [[0, i, 0] for i in halves(pieces)] + ([[0, 0, 8]] if both else [])
     lane = [[0, 0, i] for i in halves(8 if both else 16)]
     lane = lane + [[0, 0, 0]] * (5 - len(lane))
@@ -46,7 +46,7 @@ def piece_layout(slots, pieces, both):
 
 @gluon.constexpr_function
 def slot_layout(slots, warps):
-    """Of sums [slots, 16]: slots are in one thread."""
+    """The layout of sums [slots, 16]: slots are in one thread."""
     lane = [[0, i] for i in halves(16)] + [[0, 0]]
     return gl.DistributedLinearLayout([[i, 0] for i in halves(slots)], lane, [[0, 0] for i in halves(warps)], [], [slots, 16])
 

@@ -30,7 +30,7 @@ def halves(n):
 
 @gluon.constexpr_function
 def weight_layout(steps, warps, high):
-    """Of words [16 * warps * high, steps, LANES, WORDS]."""
+    """The layout of words [16 * warps * high, steps, LANES, WORDS]."""
     reg = [[0, 0, 0, i] for i in halves(4)] + [[8, 0, 0, 0]] + [[0, i, 0, 0] for i in halves(steps)]
     reg = reg + [[16 * warps * i, 0, 0, 0] for i in halves(high)]
     lane = [[0, 0, i, 0] for i in halves(4)] + [[i, 0, 0, 0] for i in halves(8)]
@@ -39,7 +39,7 @@ def weight_layout(steps, warps, high):
 
 @gluon.constexpr_function
 def token_layout(cols, steps, each, warps):
-    """Of inputs [cols, steps, LANES, each]: every warp has all."""
+    """The layout of inputs [cols, steps, LANES, each]: every warp has all."""
     reg = [[0, 0, 0, i] for i in halves(each)] + [[0, i, 0, 0] for i in halves(steps)] + [[i, 0, 0, 0] for i in halves(cols) if i >= 8]
     lane = [[0, 0, i, 0] for i in halves(4)] + [[i, 0, 0, 0] for i in halves(8)]
     return gl.DistributedLinearLayout(reg, lane, [[0, 0, 0, 0] for i in halves(warps)], [], [cols, steps, 4, each])
