@@ -37,7 +37,7 @@ help:
 	@echo "make gpu    the tests that need a CUDA device"
 	@echo "make lint   style and types only"
 	@echo "make deep   the tests again with many more generated programs"
-	@echo "make test-triton37  kernels with specialised warps compile with Triton 3.7, which comes with torch 2.13"
+	@echo "make test-triton37  warp-specialised kernels compile with Triton 3.7, which comes with torch 2.13"
 	@echo "make dist-nightly  all tests on several ranks, and many more drawn programs"
 	@echo "make bench  benchmarks"
 

@@ -1,4 +1,4 @@
-"""Experts whose weights are held in few bits against the same experts in bfloat16, on a GPU.
+"""Quantised experts against the same experts in bfloat16, on a GPU.
 
     python benchmarks/coded_gpu.py --out FOLDER [--shapes qwen3] [--tokens 1,8,64,512,4096,16384] [--forms "mxfp4; fp8 blocks, tokens too"]
 

@@ -34,7 +34,7 @@ def problem_of(shape: str, tokens: int) -> Problem:
 def swept(entries: dict[Problem, dict[str, Any]], sweep: dict[str, Any]) -> None:
     """Take over the configurations of a sweep that are quicker than those of the table.
 
-    Kernels with specialised warps have a place of their own in an entry, for where they do not run.
+    Warp-specialised kernels have a place of their own in an entry, for where they do not run.
     """
     for name, best in sweep["points"].items():
         shape, tokens = name.split("/")

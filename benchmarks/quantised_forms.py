@@ -4,7 +4,7 @@ python benchmarks/quantised_forms.py [NAME...]
 
 Each form is a layer of a tiny random model in bfloat16 (8 experts of 256x128, two per token, three tokens), one graph or the loop of
 transformers 4.57 (only experts with tokens), on a CPU; without gradients, or in training, with those of tokens. "as on CUDA": what a CPU
-leaves alone, for nothing is quicker there, is fused all the same. Prints the table of docs/quantised.md. A library that is not installed
+leaves alone, for nothing is quicker there, is fused all the same. Prints the table of results/quantised.md. A library that is not installed
 is said to be missing. ``error`` is the compiled call's difference from the eager one over the largest value (that of a gradient, if it is
 more), ``peak`` the most memory that one call holds at once, compiled by moefuse, over that of the eager program.
 """

@@ -1,4 +1,4 @@
-"""Layers by kernels with specialised warps in several cuts, beside those of Triton that the table has, on a Hopper GPU.
+"""Layers by warp-specialised kernels in several cuts, beside those of Triton that the table has, on a Hopper GPU.
 
     python benchmarks/specialised_gpu.py --out FOLDER [--points qwen3/4096,olmoe/16384] [--forms pingpong128,pingpong64,shared128]
 

@@ -2,7 +2,7 @@
 
     python benchmarks/specialised_table.py FOLDER/specialised.json [more.json ...]
 
-An entry names kernels with specialised warps where they take less than 0.99 of the time of those of Triton in the same run; of several runs
+An entry names warp-specialised kernels where they take less than 0.99 of the time of those of Triton in the same run; of several runs
 the mean counts, of a configuration that was in half of them at least. Times are scaled to the entry's own. A device without a table gets
 one "from" that of the H200.
 """

@@ -14,17 +14,17 @@ HEAD = """# Coverage of transformers
 
 Every mixture-of-experts family of transformers, as a tiny model of its own class with random weights (`tests/zoo`), each implementation
 of its experts, in evaluation and in training: compiled with moefuse's capture and rewrite, without Inductor, and compared with the
-unmodified model. Written by `make zoo-coverage` from `benchmarks/results/coverage.json`, which has every row; do not edit.
+unmodified model. Written by `make zoo-coverage` from `benchmarks/results/coverage.json`, which has every row and its errors; do not edit.
 
 * A **row** is one implementation of one family in one mode. It is fused if every expert layer that a forward pass runs is.
 * **Graphs** and **breaks** are what Dynamo made. More than one graph with every layer fused: Dynamo breaks at code beside the experts.
-* A **family's line** has the implementations that are fused, transformers' default first, in both modes unless one is named; then the
-  largest difference from the unmodified model, in the output/in training of a gradient, relative to its largest value or norm.
-  "grouped": the experts are grouped products around the family's code, not one op; "partly grouped": some layers are.
+* **Fused** are families by implementations, transformers' default first, in both modes unless one is named. "grouped":
+  the experts are grouped products around the family's code, not one op; "partly grouped": some layers are.
 
 """
 
 
+ERRORS = ("output", "gradient")
 COLUMNS = "family implementation mode default present fused tiers graphs breaks where output gradient reasons alone unusable failed".split()
 
 
@@ -39,7 +39,7 @@ def _head(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packed(row: dict[str, Any]) -> list[Any]:
-    shown = {k: float(number(row[k])) for k in ("output", "gradient") if k in row}
+    shown = {k: float(number(row[k])) for k in ERRORS if k in row}
     values = [{**row, **shown, "reasons": row.get("reasons") or None}.get(name) for name in COLUMNS]
     while values[-1] is None:
         values.pop()
@@ -102,13 +102,27 @@ def covered(rows: list[dict[str, Any]]) -> str:
     return "; ".join(f"{', '.join(alike)} in {ran}" for ran, alike in names.items())
 
 
-def line(family: str, rows: list[dict[str, Any]]) -> str:
-    """One family: what is fused, and how far it is from the unmodified model."""
+def kind(rows: list[dict[str, Any]]) -> str:
+    """What a family shares with others on the page: implementations and modes that are fused, and the tier if it is not one op."""
     tiers = {tier for row in rows for tier in row["tiers"]}
     tier = {"grouped": "; grouped", "fused grouped": "; partly grouped"}.get(" ".join(sorted(tiers)), "")
-    largest = [max((row[k] for row in rows if k in row), default=None) for k in ("output", "gradient")]
-    errors = "/".join(number(value) for value in largest if value is not None)
-    return f"* {family}: {covered(rows).removesuffix(' in eval and train')}{tier}; {errors}"
+    return covered(rows).removesuffix(" in eval and train") + tier
+
+
+def fused(rows: list[dict[str, Any]]) -> str:
+    """Families by their kind, and the family with the largest difference from the unmodified model."""
+    alike: dict[str, list[str]] = {}
+    for family, some in families(rows).items():
+        alike.setdefault(kind(some), []).append(family)
+    errors = ", ".join(
+        f"{number(row[k])} in {'an' if k == 'output' else 'a'} {k} ({row['family']})" for k in ERRORS for row in [worst(rows, k)]
+    )
+    lines = "\n".join(["| experts | families |", "|---|---|", *(f"| {name} | {', '.join(names)} |" for name, names in alike.items())])
+    return f"{lines}\n\nLargest differences from the unmodified model, relative: {errors}."
+
+
+def worst(rows: list[dict[str, Any]], key: str) -> dict[str, Any]:
+    return max((row for row in rows if key in row), key=lambda row: row[key])
 
 
 def families(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -145,7 +159,8 @@ def counts(run: dict[str, Any]) -> str:
 def page(runs: list[dict[str, Any]]) -> str:
     parts = [HEAD]
     for run in reversed(runs):
-        lines = "\n".join(line(*item) for item in families(list(filter(complete, run["rows"]))).items())
         parts.append(f"## transformers {run['transformers']}\n\n{summary(run)}\n\n{counts(run)}\n\n")
-        parts.append(f"What is not fused, or breaks:\n\n{exceptions(run['rows'])}\n\nFused:\n\n{lines}\n\n")
+        parts.append(
+            f"What is not fused, or breaks:\n\n{exceptions(run['rows'])}\n\nFused:\n\n{fused(list(filter(complete, run['rows'])))}\n\n"
+        )
     return "".join(parts).rstrip() + "\n"

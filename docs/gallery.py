@@ -1,30 +1,25 @@
-"""The layers of gallery.md, and what is reported of each: ``python docs/gallery.py`` writes the reports again."""
+"""The layers of gallery.md (``layers/*.py``), and what is reported of each: ``python docs/gallery.py`` writes the reports again."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 PAGE = Path(__file__).parent / "gallery.md"
-_ENTRY = re.compile(r"^## (?P<title>[^\n]+)\n\n```python\n(?P<code>.*?)^```\n\n```text\n(?P<report>.*?)^```\n", re.MULTILINE | re.DOTALL)
+LAYERS = PAGE.parent / "layers"
+_ENTRY = re.compile(r"^## \[(?P<title>[^\n]+)\]\(layers/(?P<name>\w+)\.py\)\n\n```text\n(?P<report>.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
 class Entry(NamedTuple):
-    """A layer of the page: ``make()`` of its code returns the module and its inputs."""
+    """A layer of the page: ``make()`` of its file returns the module and its inputs."""
 
     title: str
-    code: str
+    name: str
     report: str
-
-    @property
-    def name(self) -> str:
-        """The file's."""
-        return re.sub(r"\W+", "_", self.title.lower()).strip("_")
 
 
 def entries(page: str | None = None) -> list[Entry]:
@@ -32,11 +27,9 @@ def entries(page: str | None = None) -> list[Entry]:
     return [Entry(**found.groupdict()) for found in _ENTRY.finditer(PAGE.read_text() if page is None else page)]
 
 
-def made(entry: Entry, folder: Path) -> tuple[Any, tuple[Any, ...]]:
-    """The module and its inputs, from a file of their own: reports say the line."""
-    path = folder / f"{entry.name}.py"
-    path.write_text(entry.code)
-    spec = importlib.util.spec_from_file_location(f"gallery_{entry.name}", path)
+def made(entry: Entry) -> tuple[Any, tuple[Any, ...]]:
+    """The module and its inputs, from their file: reports say the line."""
+    spec = importlib.util.spec_from_file_location(f"gallery_{entry.name}", LAYERS / f"{entry.name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -45,22 +38,22 @@ def made(entry: Entry, folder: Path) -> tuple[Any, tuple[Any, ...]]:
     return module.make()  # type: ignore[no-any-return]
 
 
-def shown(report: Any, folder: Path) -> str:
+def shown(report: Any) -> str:
     """A report as the page has it: without this machine's folder, and without rounding errors, which differ from one to the next."""
-    text = str(report).replace(f"{folder}/", "")
+    text = str(report).replace(f"{LAYERS}/", "")
     return re.sub(r", error (at most )?[\d.e-]+ of what rounding may make", "", text).rstrip() + "\n"
 
 
-def reported(entry: Entry, folder: Path) -> str:
+def reported(entry: Entry) -> str:
     """The report of a training step."""
     import torch
 
     import moefuse
 
     torch._dynamo.reset()
-    layer, inputs = made(entry, folder)
+    layer, inputs = made(entry)
     scalar(torch.compile(layer, backend="moefuse")(*inputs)).backward()
-    return shown(moefuse.last_report(), folder)
+    return shown(moefuse.last_report())
 
 
 def scalar(out: Any) -> Any:
@@ -73,10 +66,9 @@ def scalar(out: Any) -> Any:
 
 def _written() -> Iterator[str]:
     page, at = PAGE.read_text(), 0
-    with tempfile.TemporaryDirectory() as folder:
-        for found in _ENTRY.finditer(page):
-            yield page[at : found.start("report")] + reported(Entry(**found.groupdict()), Path(folder))
-            at = found.end("report")
+    for found in _ENTRY.finditer(page):
+        yield page[at : found.start("report")] + reported(Entry(**found.groupdict()))
+        at = found.end("report")
     yield page[at:]
 
 

@@ -1,7 +1,7 @@
-"""Render the measurements in benchmarks/results/*.json into docs/benchmarks.md, between the two marker comments.
+"""Render the measurements of layers on a CPU in benchmarks/results/*.json into cpu.md beside them.
 
-    python docs/tables.py            # rewrite docs/benchmarks.md
-    python docs/tables.py --check    # fail if docs/benchmarks.md is not what the results say
+    python docs/tables.py            # rewrite benchmarks/results/cpu.md
+    python docs/tables.py --check    # fail if it is not what the results say
 
 Known are the files that `benchmarks/layer_cpu.py` writes (``rows``: milliseconds of each candidate and paired ratios). Ratios are
 other / moefuse, taken round by round: above 1, moefuse is faster.
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-BEGIN = "<!-- tables: begin (python docs/tables.py; do not edit by hand) -->\n"
-END = "<!-- tables: end -->\n"
+PAGE = ROOT / "benchmarks" / "results" / "cpu.md"
+HEAD = "# Layers on a CPU\n\nWritten by `python docs/tables.py`; do not edit.\n\n"
 PLACE = {"cpu": "", "threads": " threads", "torch": " torch", "transformers": " transformers", "date": ""}
-NOTHING = "No measurements yet: `make bench` writes them to `benchmarks/results/`, `python docs/tables.py` renders them here.\n"
+NOTHING = "No measurements yet: `make bench` writes them to `benchmarks/results/`, `python docs/tables.py` renders them.\n"
 
 
 def ratio(summary: dict[str, float]) -> str:
@@ -50,30 +50,19 @@ def section(path: Path) -> str:
 
 
 def rendered(results: Path) -> str:
-    """All results files, or a line that says there are none."""
+    """The page: all results files, or a line that says there are none."""
     files = [path for path in sorted(results.glob("layer*.json")) if "rows" in json.loads(path.read_text())]
-    return "\n".join(section(path) for path in files) if files else NOTHING
-
-
-def inserted(text: str, tables: str) -> str:
-    """The document with its tables replaced."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    if not rest or END not in rest:
-        raise ValueError("docs/benchmarks.md has lost the comments between which the tables stand")
-    return before + BEGIN + tables + END + after
+    return HEAD + ("\n".join(section(path) for path in files) if files else NOTHING)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    page = ROOT / "docs" / "benchmarks.md"
-    old = page.read_text()
-    new = inserted(old, rendered(ROOT / "benchmarks" / "results"))
+    new = rendered(PAGE.parent)
     if arguments.check:
-        return int(old != new)
-    page.write_text(new)
+        return int(PAGE.read_text() != new)
+    PAGE.write_text(new)
     return 0
 
 

@@ -38,7 +38,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
 
 MOEFUSE_CPU_KERNEL=0 leaves the C++ kernels out; MOEFUSE_AUTOTUNE=0 forbids tuning, and nothing that was tuned earlier is used;
 MOEFUSE_WORKSPACE_MIB=n runs long prefills in chunks, so that a call takes about n MiB in addition to its result;
-MOEFUSE_SPECIALISED=0 leaves out the kernels with specialised warps on Hopper;
+MOEFUSE_SPECIALISED=0 leaves out the warp-specialised kernels on Hopper;
 MOEFUSE_OVERLAP=0 runs shared experts in order instead of beside the routed ones;
 MOEFUSE_HOST=name is what ``moefuse.parallelize`` takes for this process's host.
 """
@@ -69,7 +69,7 @@ class Options:
         recompute: in training, compute hidden activations of fused layers again in backward instead of keeping them: S x 2I values less a
             layer, for the first product once more, and the same bits. A layer that keeps them all the same has a note in the report.
         expect: raise :class:`moefuse.FusionError` unless, when a call that compiled something returns, so many layers are fused.
-        quantised: ``"exact"`` reads how weights in few bits are held, where a program unpacks them expert by expert, and multiplies what is
+        quantised: ``"exact"`` reads how quantised weights are held, where a program unpacks them expert by expert, and multiplies what is
             stored, with the bits that the program has, and rounds activations where an operator of the program does; ``"weights"`` rounds
             no activations, which is more exact than such a program; ``"off"`` leaves such layers alone.
     """

@@ -110,7 +110,7 @@ def _unwanted(run: Run, region: Region) -> Lost | None:
 
 
 def _readable(ctx: Context, region: Region, known: dict[Node, Any]) -> Mapping[Key, Coded] | Lost:
-    """The weights in few bits that the op may read as they are held; a refusal where it would have to, and their reading is disproved."""
+    """The quantised weights that the op may read as they are held; a refusal where it would have to, and their reading is disproved."""
     coded = coded_weights(ctx, region)
     wrong = disproved(ctx, coded, known)
     if wrong is None:

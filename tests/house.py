@@ -77,7 +77,7 @@ FLOORS = (
 CONCERNS = {
     "recognition": "passes/graph passes/ir passes/infer passes/rules passes/match passes/prove passes/lower passes/block"
     " passes/driver.py passes/replacement.py",
-    "weights in few bits": "passes/encodings kernels/triton/words",
+    "quantised weights": "passes/encodings kernels/triton/words",
     "capture": "moefuse/capture",
     "private torch": "moefuse/_torch_private",
     "ops": "moefuse/ops moefuse/runtime",

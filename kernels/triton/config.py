@@ -21,7 +21,7 @@ from moefuse.tuning.problem import Config, Problem, Tiles, Vectors, power_of_two
 PRODUCTS: str | None = None
 """Whose products training takes, "own" or "library", for every call that either can run; None: by a rule. Benchmarks set it."""
 SPECIALISED_ROWS = 128
-"""Mean rows of an expert from which on kernels with specialised warps are taken without a measurement. At 256 and more they were quicker
+"""Mean rows of an expert from which on warp-specialised kernels are taken without a measurement. At 256 and more they were quicker
 on an H100 and an H200 wherever that was measured but for three points, at 128 mostly, at 64 they were not
 (``benchmarks/specialised_gpu.py``)."""
 SHARED_BYTES = 99 << 10
@@ -52,7 +52,7 @@ def tile_bytes(t: Tiles, bm: int, products: int, itemsize: int, held: int = 0) -
 
 
 def ring_bytes(form: str, bm: int, columns: int, bk: int, stages: int, stored: int, itemsize: int = 2) -> int:
-    """Shared memory of a kernel with specialised warps: its ring, what each group stores (``stored`` columns of its rows), and barriers."""
+    """Shared memory of a warp-specialised kernel: its ring, what each group stores (``stored`` columns of its rows), and barriers."""
     rows = 2 * bm if form == "pingpong" else bm
     return (stages * bk * (bm + columns) + rows * stored) * itemsize + 1024
 
@@ -88,7 +88,7 @@ def vectors(p: Problem) -> Config:
 
 
 def rules(p: Problem, hopper: bool, specialised: bool = False) -> Config:
-    """A choice without measurements. ``specialised``: kernels with specialised warps may be chosen."""
+    """A choice without measurements. ``specialised``: warp-specialised kernels may be chosen."""
     if p.dtype == "float64" or p.slots <= 2 * max(p.top_k, 4):
         return vectors(p)
     if p.dtype == "float32":
@@ -114,7 +114,7 @@ def rules(p: Problem, hopper: bool, specialised: bool = False) -> Config:
 
 
 def specialised_down(bm: int, form: str) -> Tiles:
-    """The usual tiles of kernels with specialised warps: sums of 128 x 128 or 64 x 256 for each group, or of 128 x 256 for both."""
+    """The usual tiles of warp-specialised kernels: sums of 128 x 128 or 64 x 256 for each group, or of 128 x 256 for both."""
     width, stages = (128, 6) if bm == 128 and form == "pingpong" else (256, 4)
     group = 8 if form == "shared" else 2
     return Tiles(width, 64, 4, stages, group, rows_desc=True, specialised=form, store=4 if bm == 64 else 2)
@@ -136,7 +136,7 @@ HOPPER = "NVIDIA H200"
 
 @functools.cache
 def table(device: str, specialised: bool = False) -> tuple[tuple[Problem, Config], ...]:
-    """The entries for the device with this name; none if it has no table. ``specialised``: with kernels with specialised warps, where they
+    """The entries for the device with this name; none if it has no table. ``specialised``: with warp-specialised kernels, where they
     are quicker."""
     return tuple((Problem(**entry["problem"]), _entry_config(entry, specialised)) for entry in table_entries(device))
 
@@ -180,7 +180,7 @@ def _usable(p: Problem, entry: Problem, config: Config) -> bool:
 def choose(p: Problem, device: str, hopper: bool, limit: int, itemsize: int, specialised: bool = False) -> Config:
     """The configuration of a call on the device called ``device`` with ``limit`` bytes of shared memory per program.
 
-    ``specialised``: the kernels with specialised warps take the call (``plan_specialised.refusal``).
+    ``specialised``: the warp-specialised kernels take the call (``plan_specialised.refusal``).
     """
     mine = store.find(device, p)
     if mine is not None and _usable(p, mine.problem, mine.config) and (specialised or not mine.config.specialised):

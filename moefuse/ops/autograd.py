@@ -76,10 +76,10 @@ class _Experts(torch.autograd.Function):
 
 
 def gradients(grad: Tensor, saved: Sequence[Tensor], counts: list[int], code: tuple[Any, ...], needs: Sequence[bool]) -> tuple[Any, ...]:
-    """Of x, ids, weights and all of the lists, as ``needs`` says.
+    """Of x, ids, weights and all of the lists, as ``needs`` says, from grad [T, Hout].
 
     Args:
-        saved: x, weights, h, order, offsets and what is in the lists.
+        saved: x [T, H], weights [T, K], h [S, width], order [S], offsets [E + 1] and what is in the lists.
         counts, code: as the internal ops take them.
     """
     need_x, _, need_weights, *need_flat = needs

@@ -35,7 +35,7 @@ class _Permute(torch.autograd.Function):
 
 
 def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Autograd entry of ``moefuse::permute``."""
+    """Autograd entry of ``moefuse::permute``: rows [S, H], order [S] and offsets [E + 1] of x [T, H] and ids [T, K]."""
     if wants_grad((x,)):
         return _Permute.apply(x, ids, num_experts)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
@@ -62,7 +62,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def grouped_linear(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Tensor:
-    """Autograd entry of ``moefuse::grouped_linear``."""
+    """Autograd entry of ``moefuse::grouped_linear``: xs [S, in] to [S, out]."""
     if wants_grad((xs, *w, *b)):
         return _GroupedLinear.apply((len(w), len(b)), xs, offsets, *w, *b)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
@@ -83,7 +83,7 @@ class _ExpertRows(torch.autograd.Function):
 
 
 def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
-    """Autograd entry of ``moefuse::expert_rows``."""
+    """Autograd entry of ``moefuse::expert_rows``: [num_rows, n]."""
     if wants_grad(v):
         return _ExpertRows.apply(offsets, num_rows, *v)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
@@ -109,7 +109,7 @@ class _Combine(torch.autograd.Function):
 
 
 def combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, out_dtype: torch.dtype | None) -> Tensor:
-    """Autograd entry of ``moefuse::combine``."""
+    """Autograd entry of ``moefuse::combine``: ys [S, H] to [T, H]."""
     if wants_grad((ys, weights)):
         return _Combine.apply(ys, weights, order, offsets, top_k, out_dtype)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():

@@ -30,7 +30,7 @@ Lists = Sequence[Tensor]
 
 
 def checked(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str) -> Any:
-    """The output features; raises where the arguments do not fit."""
+    """The output features; raises where xs [S, in], offsets [E + 1] and the lists do not fit."""
     held = codes_of(w, codes, encoding)
     if held.encoding.activation is not None:
         raise ValueError(f"moefuse::grouped_linear_coded: `encoding` rounds activations ({encoding}); here no encoding does")

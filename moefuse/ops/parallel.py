@@ -85,7 +85,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def gathered(local: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
-    """Autograd entry of ``moefuse::gathered``."""
+    """Autograd entry of ``moefuse::gathered``: local [L, ...] to [E, ...]."""
     if wants_grad((local,)):
         return _Gathered.apply(local, place, slots, terms)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
@@ -218,7 +218,7 @@ class _Dispatch(torch.autograd.Function):
 def dispatch(
     rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str, trained: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
-    """Autograd entry of ``moefuse::ep_dispatch``."""
+    """Autograd entry of ``moefuse::ep_dispatch``: rows [T, F] and ids [T, K] to [R, F] and [R, K], and the handle."""
     if wants_grad((*rows, *(trained or ()))):
         return list(_Dispatch.apply(ids, place, slots, terms, layer, len(rows), *rows, *(trained or ())))  # type: ignore[no-untyped-call]
     with below_autograd():
@@ -242,7 +242,7 @@ class _Combine(torch.autograd.Function):
 
 
 def combine(y: Tensor, handle: Sequence[Tensor], tokens: int, terms: str, layer: str) -> Tensor:
-    """Autograd entry of ``moefuse::ep_combine``."""
+    """Autograd entry of ``moefuse::ep_combine``: y [R, H] to [T, H]."""
     if wants_grad((y,)):
         return _Combine.apply(y, tokens, terms, layer, *handle)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():

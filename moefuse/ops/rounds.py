@@ -77,7 +77,7 @@ def _fake(*data: Any, terms: str, layer: str, limit: int, place: Tensor | None =
 
 
 def ep_experts(*data: Any, terms: str, layer: str, limit: int, place: Tensor | None = None, slots: int = 0, **options: Any) -> Tensor:
-    """Autograd entry of ``moefuse::ep_experts``."""
+    """Autograd entry of ``moefuse::ep_experts``: x [T, H] to [T, N]."""
     if not wants_grad(flatten(data)):
         with below_autograd():
             return ops.ep_experts.default(  # type: ignore[no-any-return]

@@ -57,7 +57,7 @@ class _TopK(torch.autograd.Function):
 
 
 def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Autograd entry of ``moefuse::topk``."""
+    """Autograd entry of ``moefuse::topk``: scores [..., E] to values and ids [..., k]."""
     if wants_grad((scores,)):
         return _TopK.apply(scores, k)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():

@@ -67,7 +67,7 @@ class _Slices(torch.autograd.Function):
 
 
 def gathered_slices(local: Tensor, axis: int, blocks: int, terms: str) -> Tensor:
-    """Autograd entry of ``moefuse::gathered_slices``."""
+    """Autograd entry of ``moefuse::gathered_slices``: local [.., N / P, ..] to [.., N, ..] along ``axis``."""
     if wants_grad((local,)):
         return _Slices.apply(local, axis, blocks, terms)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():

@@ -179,7 +179,7 @@ def _transport(site: Site, wanted: str, most: object, at: Grid, shares: bool) ->
 
 
 def _number(grids: Iterable[Grid]) -> int:
-    """Of this model among those that have experts on the same mesh, from 1 on."""
+    """The number of this model among those that have experts on the same mesh, from 1 on."""
     found = [groups.group(name).standing for at in grids for name in at.names]
     number = max(standing.plans for standing in found) + 1
     for standing in found:

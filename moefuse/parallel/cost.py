@@ -69,7 +69,7 @@ def tokens_us(tokens: int, row: int, world: int) -> float:
 
 
 def shared_us(tokens: int, row: int, world: int) -> float:
-    """The same through memory that ranks share."""
+    """Microseconds of dispatch and combine through memory that ranks share."""
     return predicted(links()["symm"], 2 * (world - 1) * tokens * row)
 
 

@@ -32,7 +32,7 @@ class Files:
         return iter(self.where)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Of a tensor, from the file's header."""
+        """The shape of a tensor, from the file's header."""
         return tuple(self.where[key].get_slice(key).get_shape())
 
     def part(self, key: str, at: Sequence[slice]) -> Tensor:

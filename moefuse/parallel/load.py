@@ -39,12 +39,12 @@ class Spread:
 
     @property
     def keys(self) -> list[str]:
-        """All of them."""
+        """All keys of the checkpoint that a Parameter is made of."""
         return [key for keys in self.places.values() for key in keys]
 
     @property
     def own(self) -> str:
-        """For people."""
+        """The key that a message names: the first, or the Parameter's own name."""
         return next(iter(self.keys), self.name)
 
 

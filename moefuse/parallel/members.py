@@ -23,7 +23,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.
 HOLDER = "_moefuse_holder"
 """The attribute of an expert, and of a module in it whose Parameters were taken, that has the list; in a tuple, so that it is no child."""
 MEMBER = "_moefuse_member"
-"""Of the class of such a module, its :class:`Member`."""
+"""The attribute of such a module's class that has its :class:`Member`."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def check_whole(member: Member, prefix: str, what: str, layer: str) -> None:
 
 
 def freezing(kind: type[nn.Module], layer: str) -> dict[str, Any]:
-    """Of an expert, and of all modules in it that have Parameters."""
+    """Methods for the class of an expert, and of each module in it with Parameters, that warn of freezing one expert."""
 
     def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
         warnings.warn(
@@ -93,7 +93,7 @@ def freezing(kind: type[nn.Module], layer: str) -> dict[str, Any]:
 
 
 def copying(kind: type[nn.Module], row: Callable[[nn.Module, str, int], nn.Parameter]) -> dict[str, Any]:
-    """Of the same: a copy without its list is a module of its own, with full weights, as it is on one process.
+    """A method for these classes: a copy without its list is a module of its own, with full weights, as it is on one process.
 
     Args:
         row: of a list, what one expert has at a path, in full; a collective call.

@@ -56,7 +56,7 @@ def _shared(out: Any, source: ReadOnly) -> Any:
 
 
 def read_only(weight: Tensor, name: str) -> Tensor:
-    """The same tensor, for reading; ``name`` is for people."""
+    """A view of ``weight`` that refuses writes; ``name`` stands in the error."""
     out = weight.as_subclass(ReadOnly)
     out.moefuse_name = name
     return out

@@ -96,7 +96,7 @@ def _in_eager(holder: nn.Module, parameter: Any, name: str, of: Of, between_grap
 
 
 def gather(local: Tensor, of: Of) -> Tensor:
-    """All of a Parameter, of which this rank has ``local``."""
+    """All of a Parameter [E, ...], of which this rank has ``local``: its experts [L, ...], its slices of them, or both."""
     experts, slices, _ = of
     out = local
     if slices is not None:

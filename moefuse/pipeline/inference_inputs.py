@@ -22,7 +22,7 @@ HELD = {ops.experts_extended.default: (3, 4, 5, 15), ops.grouped_linear_coded.de
 
 
 def kept(gm: GraphModule, example_inputs: Sequence[object]) -> list[int]:
-    """Which inputs of a graph are inference tensors that weights in few bits are made of."""
+    """Which inputs of a graph are inference tensors that quantised weights are made of."""
     inputs = gm.graph.find_nodes(op="placeholder")
     made = [at for at, value in enumerate(example_inputs) if isinstance(value, Tensor) and value.is_inference()]
     made = [at for at in made if _torch_private.made_of_others(example_inputs[at]) is None]

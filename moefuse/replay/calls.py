@@ -38,7 +38,7 @@ class _Taken:
 
 _taken: list[_Taken] = []
 _lock = threading.RLock()
-"""Of ``_taken``: forward and backward of several threads add to it and take from it."""
+"""Guards ``_taken``, which forward and backward of several threads add to and take from."""
 closed: dict[str, str] = {}
 """Layers whose choices no graph could open, and why."""
 

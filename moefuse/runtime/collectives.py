@@ -21,7 +21,7 @@ def all_gather(every: Tensor, mine: Tensor, group: Any) -> None:
 
 
 def all_gathers(pairs: Sequence[tuple[Tensor, Tensor]], group: Any) -> None:
-    """Several of (every, mine), in one launch where the backend can."""
+    """Several of (every [P * N, ...], mine [N, ...]), in one launch where the backend can."""
     with _torch_private.coalesced(group, pairs[0][1].device) if len(pairs) > 1 else contextlib.nullcontext():
         for every, mine in pairs:
             _gather(_bytes(every), _bytes(mine), group=group)

@@ -71,7 +71,7 @@ def experts(call: ExpertsCall) -> Tensor:
 
 
 def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``moefuse::experts_forward``: the output and (h, order, offsets) for backward; rows of h past the valid ones are zeros."""
+    """``moefuse::experts_forward``: the output [T, Hout], and h [S, width] (zeros past the valid rows), order [S], offsets [E + 1]."""
     return experts_forward_with_u(call)[:4]
 
 
@@ -89,7 +89,7 @@ def experts_forward_with_u(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def experts_hidden(call: ExpertsCall, order: Tensor, offsets: Tensor) -> Tensor:
-    """h of :func:`experts_forward` once more, for the slots in the order that it sorted them into."""
+    """h [S, width] of :func:`experts_forward` once more, for the slots in the order [S] that it sorted them into."""
     ends = offsets.tolist()
     h = call.x.new_empty((order.shape[0], call.width))
     h[ends[-1] :].zero_()
@@ -111,7 +111,7 @@ experts_extended_forward = without_autocast(experts_forward_with_u)
 
 @without_autocast
 def experts_extended_hidden(call: ExpertsCall, order: Tensor, offsets: Tensor, u: Tensor) -> Tensor:
-    """h of it once more. Terms are made again too: from u, products might round otherwise."""
+    """h [S, width] of it once more. Terms are made again too: from u, products might round otherwise."""
     return experts_hidden(call, order, offsets)
 
 
@@ -165,7 +165,7 @@ class SortedRows:
             self.add_term(which, out, rows, chunk)
 
     def add_term(self, which: int, out: Tensor, rows: Tensor, chunk: list[Group]) -> None:
-        """out += s * (rows @ A.T) @ B.T."""
+        """out [n, F] += s * (rows [n, I] @ A.T) @ B.T."""
         of, first = self.call.stacks, chunk[0][1]
         a, b, scale = of[which].term or Term()
         kept = None if self.u is None else self.u[:, columns(of)[which]]
@@ -202,13 +202,13 @@ def project_rounded(out: Tensor, rows: Tensor, stack: Stack, rounding: Rounding,
 
 
 def back_project(out: Tensor, rows: Tensor, w: Lists, groups: list[Group]) -> None:
-    """out[i] = rows[i] @ w[e]."""
+    """out [n, I]: out[i] = rows[i] @ w[e], of rows [n, F]."""
     for (e, _, _), into, part in cut_groups(groups, out, rows):
         mm_into(into, part, expert_weight(w, e))
 
 
 def cut_groups(groups: list[Group], out: Tensor, rows: Tensor) -> Iterator[tuple[Group, Tensor, Tensor]]:
-    """The rows of each group, of both tensors; rows past the last group are left out."""
+    """The rows of each group, of both tensors [n, ...]; rows past the last group are left out."""
     sizes = [end - start for _, start, end in groups]
     rest = rows.shape[0] - sum(sizes)
     return zip(groups, out.split_with_sizes([*sizes, rest]), rows.split_with_sizes([*sizes, rest]), strict=False)

@@ -22,7 +22,7 @@ def supports(call: ExpertsCall) -> str | None:
 
 
 def activate(gate: Tensor, up: Tensor | None, body: Body) -> Tensor:
-    """The activation in the accumulation dtype, rounded to that of ``gate``."""
+    """The activation of gate and up [n, I], computed in the accumulation dtype, rounded to that of ``gate``."""
     wide = accumulation_dtype(gate.dtype)
     return ACTIVATIONS[body.activation].forward(gate.to(wide), None if up is None else up.to(wide), body.args).to(gate.dtype)
 
@@ -42,7 +42,7 @@ def one_expert(
 
 
 def linear(rows: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """One projection, in the dtype of the rows."""
+    """One projection of rows [n, in] by w [out, in], in the dtype of the rows: [n, out]."""
     return torch.nn.functional.linear(rows, w.to(rows.dtype), None if b is None else b.to(rows.dtype))
 
 

@@ -15,7 +15,7 @@ from moefuse.runtime.routing import FEW_SLOTS, groups_of, positions, sort_few, s
 
 
 def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``moefuse::permute``."""
+    """``moefuse::permute``: rows [S, H] of x [T, H] sorted by ids [T, K], order [S] and offsets [E + 1]."""
     top_k = max(ids.shape[1], 1)
     if x.device.type == "cpu" and ids.numel() + num_experts <= FEW_SLOTS:
         few, ends = sort_few(ids, num_experts)
@@ -26,7 +26,7 @@ def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
 
 
 def grouped_linear(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Tensor:
-    """``moefuse::grouped_linear``."""
+    """``moefuse::grouped_linear``: rows xs [S, in], cut by offsets [E + 1], to [S, out]; zeros for rows of no expert."""
     ends = offsets.tolist()
     out = xs.new_empty((xs.shape[0], w[0].shape[-2]))
     out[ends[-1] :].zero_()
@@ -37,7 +37,7 @@ def grouped_linear(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Tensor:
 
 
 def grouped_linear_backward(grad: Tensor, xs: Tensor, offsets: Tensor, w: Lists, b: Lists, needs: Sequence[bool]) -> list[Tensor]:
-    """Gradients of xs, w, b that ``needs`` asks for, flattened in that order."""
+    """Gradients of xs [S, in], w, b that ``needs`` asks for, flattened in that order, from grad [S, out]."""
     ends = offsets.tolist()
     groups = groups_of(ends)
     out: list[Tensor] = []
@@ -59,7 +59,7 @@ def grouped_linear_backward(grad: Tensor, xs: Tensor, offsets: Tensor, w: Lists,
 
 
 def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
-    """``moefuse::expert_rows``."""
+    """``moefuse::expert_rows``: the vector [n] of each row's expert, [num_rows, n]; zeros for rows of none."""
     out = v[0].new_empty((num_rows, v[0].shape[-1]))
     ends = offsets.tolist()
     out[min(ends[-1], num_rows) :].zero_()
@@ -71,7 +71,7 @@ def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
 
 
 def expert_rows_backward(grad: Tensor, v: Lists, offsets: Tensor) -> list[Tensor]:
-    """Gradient of v: the sum of each expert's rows."""
+    """Gradient of v: the sum of each expert's rows of grad [S, n]."""
     return _sums(grad, v, offsets.tolist())
 
 
@@ -84,7 +84,7 @@ def _sums(grad: Tensor, v: Lists, ends: list[int]) -> list[Tensor]:
 
 
 def combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, out_dtype: torch.dtype | None) -> Tensor:
-    """``moefuse::combine``; no host synchronisation."""
+    """``moefuse::combine``: rows ys [S, H], times weights [T, K] if given, to [T, H]; no host synchronisation."""
     wide = accumulation_dtype(ys.dtype)
     position = positions(order)
     if offsets.device.type == "cpu" and int(offsets[-1]) == order.shape[0]:
@@ -104,7 +104,7 @@ def combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, 
 def combine_backward(
     grad: Tensor, ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, needs: Sequence[bool]
 ) -> list[Tensor]:
-    """Gradients of ys and weights that ``needs`` asks for."""
+    """Gradients of ys [S, H] and weights [T, K] that ``needs`` asks for, from grad [T, H]."""
     wide = accumulation_dtype(ys.dtype)
     every = offsets.device.type == "cpu" and int(offsets[-1]) == order.shape[0]
     dead = None if every else (torch.arange(order.shape[0], device=ys.device) >= offsets[-1])[:, None]

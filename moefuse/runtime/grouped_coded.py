@@ -15,7 +15,7 @@ from moefuse.runtime.routing import groups_of
 
 
 def grouped_linear_coded(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str) -> Tensor:
-    """``moefuse::grouped_linear_coded``."""
+    """``moefuse::grouped_linear_coded``: rows xs [S, in], cut by offsets [E + 1], to [S, out]; zeros for rows of no expert."""
     weights, ends = _weights(w, codes, encoding, xs), offsets.tolist()
     out = xs.new_empty((xs.shape[0], weights.shape[0]))
     out[ends[-1] :].zero_()
@@ -28,7 +28,7 @@ def grouped_linear_coded(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b:
 def grouped_linear_coded_backward(
     grad: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str, needs: Sequence[bool]
 ) -> list[Tensor]:
-    """Gradients of xs and b that ``needs`` asks for, flattened in that order."""
+    """Gradients of xs [S, in] and b that ``needs`` asks for, flattened in that order, from grad [S, out]."""
     ends, grad, out = offsets.tolist(), grad.contiguous(), list[Tensor]()
     groups = groups_of(ends)
     if needs[0]:

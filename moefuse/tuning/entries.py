@@ -147,7 +147,7 @@ def config_from(data: Any) -> Config:
         _typed(hints[name], name, value, _setting)
     config = Config(bm=bm, **parts, **rest)
     if not config.possible:
-        raise InvalidEntryError("kernels with specialised warps have no such tiles")
+        raise InvalidEntryError("warp-specialised kernels have no such tiles")
     return config
 
 

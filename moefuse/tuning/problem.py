@@ -62,7 +62,7 @@ class Tiles:
 
 
 SPECIALISED = {"shared": (128,), "pingpong": (64, 128)}
-"""Forms of kernels with specialised warps (``hopper/ring.py``) and the rows that their tiles can have."""
+"""Forms of warp-specialised kernels (``hopper/ring.py``) and the rows that their tiles can have."""
 BLOCK_INPUTS = 64
 """Inputs of a step of theirs."""
 
@@ -78,12 +78,12 @@ class Config:
 
     @property
     def specialised(self) -> bool:
-        """Whether a kernel with specialised warps is among them."""
+        """Whether a warp-specialised kernel is among them."""
         return any(getattr(part, "specialised", "") for part in (self.up, self.down))
 
     @property
     def possible(self) -> bool:
-        """Whether kernels with specialised warps, where they are named, have such tiles."""
+        """Whether warp-specialised kernels, where they are named, have such tiles."""
         parts = [part for part in (self.up, self.down) if getattr(part, "specialised", "")]
         return all(
             self.bm in SPECIALISED.get(part.specialised, ()) and part.bk == BLOCK_INPUTS and part.store in (1, 2, 4) and part.stages >= 2

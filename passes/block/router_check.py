@@ -29,7 +29,7 @@ class Router:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of the op, behind logits and bias."""
+        """The op's arguments after logits and bias."""
         value = tensor(self.weights)
         assert value is not None
         return *self.recipe.arguments, value.dtype

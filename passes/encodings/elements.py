@@ -134,7 +134,7 @@ class Elements:
         return bits(root, self.made(root, self.call(root), self._there(Strided(root), places)), own.dtype)
 
     def _value(self, write: Node, call: Call, target: Node, coords: Coords) -> Term:
-        """What a write puts where."""
+        """What a write puts at ``coords``."""
         dtype = Strided(target).dtype
         if call.name in ("setitem", "copy", "fill"):
             value = call.args[2 if call.name == "setitem" else 1]

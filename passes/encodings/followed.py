@@ -25,7 +25,7 @@ ROWS, BIAS, GRADIENT, CODES, SCALES, OTHER = "rows", "a bias", "a gradient", "co
 _MOVING = frozenset((ROWS, GRADIENT))
 
 _PLACES = RESHAPES | TURNS | BROADCASTS | COPIES | frozenset("_reshape_alias t numpy_T movedim lift_fresh lift_fresh_copy".split())
-"""The same numbers in other places."""
+"""Operations that put numbers in other places and change none."""
 _CASTS = frozenset("to _to_copy type_as".split())
 _PRODUCTS = frozenset("mm matmul linear bmm _grouped_mm _weight_int8pack_mm".split())
 _SCALED = frozenset(("mul", "div"))
@@ -36,7 +36,7 @@ _BITS = frozenset(
     "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ __iand__ "
     "__ior__ __ilshift__ __irshift__ floor_divide remainder".split()
 )
-"""Of codes alone."""
+"""Operations that only codes go through."""
 _POWERS = frozenset("pow exp2 ldexp".split())
 _TABLES = frozenset("index embedding gather index_select take".split())
 _SHAPES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_empty_strided".split())

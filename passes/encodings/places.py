@@ -13,7 +13,7 @@ from torch import Tensor
 from moefuse.ops.meaning.encoding import Packing
 
 _EVERY, _SOME, _PER_EXPERT = 1 << 16, 4096, 48
-"""As many weights are all looked at; else so many anywhere, and so many of each expert."""
+"""Up to how many weights all are looked at; beyond, how many anywhere, and how many of each expert."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from moefuse.passes.ir.facts import Lost
 _SMALLER = 4
 """So many times as many weights as scales there must be, to take these as they are computed for all experts in each call."""
 _FAR = 128
-"""As many operations are looked at for a message."""
+"""How many operations are looked at for a message."""
 
 
 def read(

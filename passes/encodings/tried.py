@@ -18,9 +18,9 @@ from moefuse.passes.infer.state import Context
 
 _PRODUCTS = frozenset("linear matmul mm bmm grouped_mm".split())
 _ROWS = 8
-"""As many rows as are tried of each kind."""
+"""How many rows of each kind are tried."""
 _MANY = 16
-"""So many times as many are tried at once."""
+"""How many times as many rows are tried at once."""
 _LEVELS = 127
 """Of whole numbers in eight bits: rows halfway between two of them are rounded by as much as they can be."""
 
@@ -117,7 +117,7 @@ def rows_of(ctx: Context, product: Product) -> Any:
 
 
 def dtype_of_rows(ctx: Context, product: Product) -> torch.dtype:
-    """Of the rows that the program multiplies."""
+    """The dtype of the rows that the program multiplies."""
     dtype: torch.dtype = rows_of(ctx, product)[0].dtype
     return dtype
 

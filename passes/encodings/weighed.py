@@ -45,7 +45,7 @@ class Weighed:
 
     @property
     def form(self) -> Form:
-        """Of what is made up."""
+        """The form of the weights that are made up."""
         return Form(self.sizes or tuple(self.value.shape), self.order)
 
     def made(self, fill: Any) -> Any:

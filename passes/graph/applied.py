@@ -1,4 +1,4 @@
-"""Functions with a backward pass of their own (``autograd.Function``) that multiply rows by weights in few bits.
+"""Functions with a backward pass of their own (``autograd.Function``) that multiply rows by quantised weights.
 
 Dynamo calls such a function with two bodies, those of forward and of backward. While a graph is read, the operations of forward stand in
 the place of the call, so that rules see what is multiplied. What is not replaced is the call again afterwards: its backward pass is its
@@ -28,7 +28,7 @@ APPLY = getattr(torch.ops.higher_order, "autograd_function_apply", None)
 _KNOWN = frozenset(("non_differentiable_idx", "saved_for_backward_idx"))
 _PACKED = frozenset((torch.int8, torch.uint8, torch.int16, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2))
 _PARTS = 2
-"""Of what forward returns: its results, and what it keeps for backward."""
+"""How many parts forward returns: its results, and what it keeps for backward."""
 _GRAD_MODE = "_set_grad_enabled"
 
 

@@ -75,7 +75,7 @@ INDICES_ALONG: dict[str, tuple[int, int | None]] = {
 """Operations that give indices along a dimension: where that stands among the arguments, and its default."""
 
 VALUES_AND_INDICES = frozenset(("topk", "sort", "max", "min"))
-"""Of those, the ones that give values first."""
+"""Operations among these that give values first."""
 
 COUNTED = frozenset("nonzero argwhere where masked_select getitem index".split())
 """Results with as many rows as a mask has true elements."""

@@ -100,6 +100,6 @@ def dim_of(call: Call) -> Any:
 
 
 def _last_dim(call: Call) -> bool:
-    """Whether it is the last one."""
+    """Whether a call goes along the last dimension."""
     dim, value = dim_of(call), tensor(call.args[0])
     return isinstance(dim, int) and value is not None and dim in (-1, value.dim() - 1)

@@ -48,7 +48,7 @@ class Given:
         not_empty: numbers of rows that are not zero.
         skipped: what the program computes for experts with tokens only.
         by_row: of that, what it computes in a loop over experts with tokens.
-        packed: weights in few bits may be multiplied as they are held.
+        packed: quantised weights may be multiplied as they are held.
     """
 
     rows: Mapping[Node, tuple[int, ...]] = field(default_factory=dict)

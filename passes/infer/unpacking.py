@@ -26,7 +26,7 @@ _READ = TURNS | BROADCASTS | CASTS | COPIES | {"squeeze", "unsqueeze", "getitem"
 """What a weight may go through and be read all the same, beside arithmetic."""
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _PACKED = frozenset((torch.int8, torch.uint8, torch.int16, torch.int32, *_FLOAT8))
-"""Dtypes that hold weights in few bits. Numbers of 64 bits count or index, and one of two values is a mask."""
+"""Dtypes that hold quantised weights. Numbers of 64 bits count or index, and one of two values is a mask."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Use:
 
 @dataclass
 class Unpacking:
-    """Of one graph.
+    """What a graph unpacks.
 
     Attributes:
         made: what is computed from the model's own tensors.

@@ -69,7 +69,7 @@ class Rows64:
         tokens: [n] token numbers of the rows.
         choices: [n] rows of the ids and routing weights that they go by: the tokens, or what several tokens share.
         slots: [n] slot numbers (choice * K + k) of the rows.
-        unrounded: activations in few bits are not rounded to these.
+        unrounded: quantised activations are not rounded to these.
 
     Attributes:
         loose: [n] how far, squared and as a part of its size, a row of the result may be away where activations have other codes.

@@ -126,7 +126,7 @@ class Held:
         return self.encoding, self.shape, len(self.nested), self.every
 
     def of(self, leaf: Callable[[Leaf], Leaf]) -> Held:
-        """The same with other leaves."""
+        """What is held with other leaves in the place of its own."""
         return replace(self, scale=leaf(self.scale), nested=tuple(map(leaf, self.nested)))
 
 

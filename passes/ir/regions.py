@@ -70,7 +70,7 @@ class Region:
         whole: the same with low-rank terms added to its weights, as the program has them; None where they are not.
         summed: of the weights that have low-rank terms added to them, the first that is made; None where none is.
         shown: leaves that whoever called the graph may write to before the backward pass.
-        unrounded: what its projections round of activations in few bits is not to be rounded.
+        unrounded: what its projections round of quantised activations is not to be rounded.
         trained: gradients may be recorded of what it reads.
     """
 

@@ -123,7 +123,7 @@ def _not_wanted(ctx: Context, region: Region, nodes: Collection[Node], *, by_slo
 
 
 def packed(ctx: Context, node: Node, dtype: torch.dtype | None, detail: str) -> Lost:
-    """A refusal for weights of few bits."""
+    """A refusal for quantised weights."""
     return ctx.lost("encoding-unknown", node, dtype=str(dtype).removeprefix("torch."), detail=detail)
 
 

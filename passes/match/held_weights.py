@@ -113,7 +113,7 @@ def _read(weighed: Weighed) -> Coded | str:
 
 
 def moved(coded: Coded, node: Node) -> Coded:
-    """The same of another weight of the same kind."""
+    """What was read of a weight, for another one of the same kind."""
 
     def part(one: Part) -> Part:
         return replace(one, node=node)

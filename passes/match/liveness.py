@@ -98,7 +98,7 @@ def pure(ctx: Context, node: Node) -> bool:
 
 
 def is_pure(call: Call | None, node: Node) -> bool:
-    """The same of a node that is a call."""
+    """Whether a node that is a call has no effect but its result."""
     if call is None or call.inplace or call.name in MODES or call.name in ASSERTS or draws(call):
         return False
     if isinstance(node.target, _torch_private.HigherOrderOperator) or not plain_value(fake(node)):

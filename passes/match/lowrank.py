@@ -80,7 +80,7 @@ def _together(ctx: Context, problems: Sequence[Summed]) -> Summed:
 
 
 def _in_order(ctx: Context, nodes: Iterable[Node]) -> tuple[Node, ...]:
-    """As the program makes them, each once."""
+    """Each node once, in the order of the program."""
     return tuple(sorted(set(nodes), key=ctx.position.__getitem__))
 
 

@@ -48,7 +48,7 @@ class Body:
 
     @property
     def projections(self) -> tuple[Projection | None, Projection | None, Projection | None]:
-        """Of w_in, w_up and w_out."""
+        """The projections by w_in, w_up and w_out."""
         return self.first, self.up, self.last
 
 

@@ -1,4 +1,4 @@
-"""Weights in few bits that a program unpacks whether they are needed or not: a stack as a whole, or every expert of a loop that runs all.
+"""Quantised weights that a program unpacks whether they are needed or not: a stack as a whole, or every expert of a loop that runs all.
 
 The op reads them as they are held where they are read and that is quicker. Where not, they stay what the program makes of them, which is
 right too, and the report says why.
@@ -30,7 +30,7 @@ is quicker than to unpack all of it first.
 PyTorch alone takes experts with tokens one by one: with 4 of 32 a tenth of the time, with all of them up to twice. Kernels for every CUDA
 device multiply many rows at less than half the speed of unpacked weights, which pays for unpacking from about 64 rows of an expert on.
 Those for Hopper were 1.06x to 2.9x as quick as to unpack first at all sizes that were measured, the last of which is this one
-(docs/design/gpu-kernels.md, "Weights in few bits").
+(docs/design/gpu-kernels.md, "Quantised weights").
 """
 LIVE = ("cuda",)
 """Devices where it is taken for calls of any number of tokens."""
@@ -115,7 +115,7 @@ def notes(ctx: Context, fused: Sequence[Region]) -> list[str]:
             nodes = [node for leaf in stays for node in leaf.parts or (leaf.source,)]
             size = f"{sum(map(_bytes, dict.fromkeys(nodes))) / 2**20:.2g} MiB"
             found.append(
-                f"expert weights in few bits are unpacked as a whole in each call ({size}) at {location(nodes[0])}, "
+                f"quantised expert weights are unpacked as a whole in each call ({size}) at {location(nodes[0])}, "
                 f"as without moefuse: {why[nodes[0]]}"
             )
     return found

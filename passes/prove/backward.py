@@ -36,7 +36,7 @@ _SIZES = (torch.SymInt, torch.SymBool, int, bool, torch.Size)
 _BLOCK = 1024
 _RUNS = 64
 _POWER, _LESS = 40, 8
-"""Of two: how much larger and smaller numbers are tried than those of today, and so many times less in float16."""
+"""Numbers are tried that are up to 2^40 times as large and as small as those of today; in float16 the power is an eighth of that."""
 _BIAS = 1 / 2
 """How far weights may be apart on average, in units of the rounding that each may be: a scale that backward rounds first is so far off."""
 _SHAPE = "is of rows in a shape that moefuse does not read"
@@ -271,7 +271,7 @@ class _Passes:
         return Interpreter(self.one.forward).run(*given)
 
     def _block(self, vectors: Tensor) -> Tensor:
-        """Vectors, and zeros behind them."""
+        """Vectors with zeros after them, in the shape of the rows."""
         block = torch.zeros(self.many, vectors.shape[-1], dtype=self.like.dtype, device=self.like.device)
         block[: len(vectors)] = vectors
         return block.view(self.count, *self.rest, -1)

@@ -26,13 +26,13 @@ from moefuse.passes.ir.regions import Region
 from moefuse.passes.prove.surroundings import FAR, lowest, rms
 
 _EVERY = 4
-"""Of so many rows of tokens the last is zeros."""
+"""Every how many rows of tokens one is zeros."""
 _OTHER = 0.4
 """So far from its size is a row that is another one."""
 _FINE = 1e-4
 """Rounding that moves next to no number across a kink."""
 _SOME = 0.1
-"""Of the rows, those that coarser rounding may move across one."""
+"""The share of rows that coarser rounding may move across a kink."""
 
 
 class Graded:

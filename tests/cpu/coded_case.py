@@ -1,4 +1,4 @@
-"""Random weights in few bits for the tests of ``moefuse::experts_extended``."""
+"""Random quantised weights for the tests of ``moefuse::experts_extended``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in few bits as people write them down, and how each must be read: small functions of what holds the weights.
+"""Quantised weights as people write them down, and how each must be read: small functions of what holds the weights.
 
 Every function gives [E, N, K], or [N, K] of what holds one expert; ``order`` of a case says so where its dimensions are others.
 """

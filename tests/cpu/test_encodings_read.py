@@ -1,4 +1,4 @@
-"""How weights in few bits are read: each form as it must be, each near miss refused, and the proof against a reader's mistakes."""
+"""How quantised weights are read: each form as it must be, each near miss refused, and the proof against a reader's mistakes."""
 
 from __future__ import annotations
 

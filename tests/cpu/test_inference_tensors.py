@@ -1,4 +1,4 @@
-"""Experts in few bits whose storage, scales or zeros were made in inference mode: they are frozen, and trained through."""
+"""Quantised experts whose storage, scales or zeros were made in inference mode: they are frozen, and trained through."""
 
 from __future__ import annotations
 

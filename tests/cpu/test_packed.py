@@ -1,4 +1,4 @@
-"""Experts whose weights are held in few bits: refused by the name of what cannot be read, never silently, and never fused at a loss."""
+"""Quantised experts: refused by the name of what cannot be read, never silently, and never fused at a loss."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_loop_whose_backward_wants_every_weight_anyway_is_fused() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 3, 5])
 def test_codes_that_a_caller_gives(tokens: int) -> None:
-    """Weights in few bits are not only the model's own tensors: all experts were unpacked at once for a single token, in silence."""
+    """Quantised weights are not only the model's own tensors: all experts were unpacked at once for a single token, in silence."""
 
     def loop(x: Tensor, router: Tensor, q: Tensor, s: Tensor) -> Tensor:
         weights, ids = (x @ router.t()).softmax(-1).topk(2)

@@ -1,4 +1,4 @@
-"""Low-rank adapters on experts in few bits (QLoRA): the base is multiplied as it is held; A, B, tokens and the router have gradients."""
+"""Low-rank adapters on quantised experts (QLoRA): the base is multiplied as it is held; A, B, tokens and the router have gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs around weights in few bits, put together at random: encodings times rows times where the weights are unpacked, near misses too.
+"""Programs around quantised weights, put together at random: encodings times rows times where the weights are unpacked, near misses too.
 
 Whatever is read, the results are those of the program; what has no mistake in it is read.
 """
@@ -107,7 +107,7 @@ def layers(draw: st.DrawFn, *, misses: bool) -> Layer:
     way: Way = draw(st.sampled_from(["whole", "gathered", "each", "apart"]))
     domain = draw(st.sampled_from({"whole": WHOLE, "gathered": GATHERED}.get(way, EACH)))
     program = replace(draw(programs(misses=misses)), stacked=True)
-    if program.block == (2, 1):  # its scales are larger than what holds the codes, which are then no weights in few bits to moefuse
+    if program.block == (2, 1):  # its scales are larger than what holds the codes, which are then no quantised weights to moefuse
         program = replace(program, block=(4, 8))
     if program.miss == "expert" and way != "whole":  # of which one expert alone knows nothing
         program = replace(program, miss="add")

@@ -1,4 +1,4 @@
-"""What a fused call on experts in few bits takes beside what holds them: activations and one expert, in forward and backward."""
+"""What a fused call on quantised experts takes besides their storage: activations and one expert, in forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations in few bits: the definition says the numbers that a loop over single inputs says, and NaN and zeros stay where they are."""
+"""Quantised activations: the definition says the numbers that a loop over single inputs says, and NaN and zeros stay where they are."""
 
 from __future__ import annotations
 

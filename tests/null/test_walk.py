@@ -1,4 +1,4 @@
-"""The walk of one expert weight in docs/design/architecture.md: every file and function of it exists, and none is entered twice."""
+"""The walk of one expert weight in docs/design/tour.md: every file and function of it exists, and none is entered twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-WALK = (ROOT / "docs/design/architecture.md").read_text().partition("## The walk of one expert weight\n")[2].partition("\n## ")[0]
+WALK = (ROOT / "docs/design/tour.md").read_text().partition("## One call, fused\n")[2].partition("\n## ")[0]
 STEP = re.compile(r"`((?:moefuse|passes|kernels)/[\w/]+\.py)`\s+((?:`[\w.]+`(?:,\s+)?)+)")
 
 

@@ -1,4 +1,4 @@
-"""Experts whose weights are held in few bits, in the ways in which people write that by hand; each next to a twin that reads plain weights.
+"""Quantised experts, in the ways in which people write that by hand; each next to a twin that reads plain weights.
 
 What a program takes for a weight is the only statement in which a twin differs. The operation that a refusal must name is marked with a
 comment ``# at: <spelling>``.

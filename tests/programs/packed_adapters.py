@@ -1,4 +1,4 @@
-"""Low-rank adapters on experts in few bits: beside each expert's projection, as PEFT has them, and in the sum with an unpacked stack."""
+"""Low-rank adapters on quantised experts: beside each expert's projection, as PEFT has them, and in the sum with an unpacked stack."""
 
 from __future__ import annotations
 

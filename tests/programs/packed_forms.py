@@ -1,4 +1,4 @@
-"""The program around experts in few bits: which rows the experts run on, and where in it their weights are unpacked."""
+"""The program around quantised experts: which rows the experts run on, and where in it their weights are unpacked."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def activate(h, offsets, a, S, E, I, stride_hr, halves: tl.constexpr, BR: tl.con
     gate = tl.load(from_h + halves.GATE, mask=mask, other=0.0).to(wide)  # [BR, BN]
     up = gate if halves.PLAIN else tl.load(from_h + halves.UP, mask=mask, other=0.0).to(wide)  # [BR, BN]
     out = activated(gate, up, halves, dtype.primitive_bitwidth == 16)
-    tl.store(a + row.to(tl.int64)[:, None] * I + n[None, :], out.to(dtype), mask=mask)
+    tl.store(a + row.to(tl.int64)[:, None] * I + n[None, :], out.to(dtype), mask=mask)  # [BR, BN]
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def activate_grads(
             d = tl.load(d_a + at_row * I + n[None, :], mask=mask, other=0.0).to(wide)  # [BR, BN]
         if want.A:
             tl.debug_barrier()  # every thread has loaded: a may be d_a
-            tl.store(a + at_row * I + n[None, :], (value * scale if SCALE else value).to(dtype), mask=mask)
+            tl.store(a + at_row * I + n[None, :], (value * scale if SCALE else value).to(dtype), mask=mask)  # [BR, BN]
         if want.WEIGHTS:
             total += tl.sum(tl.where(mask, d * value, 0.0), 1)
         if want.H:
@@ -165,15 +165,15 @@ def activate_grads(
                 d_gate = pointwise_grad(d, gate, ACT, FAST)
             else:
                 d_gate, d_up = gated_grads(d, gate, up, halves, FAST)
-                tl.store(d_h + at_h + halves.UP, d_up.to(dtype), mask=mask)
-            tl.store(d_h + at_h + halves.GATE, d_gate.to(dtype), mask=mask)
+                tl.store(d_h + at_h + halves.UP, d_up.to(dtype), mask=mask)  # [BR, BN]
+            tl.store(d_h + at_h + halves.GATE, d_gate.to(dtype), mask=mask)  # [BR, BN]
     if want.WEIGHTS:
         if bias[0]:
             e = tl.where(live, expert_of(row, offsets, E, BE), 0)
             held: tl.constexpr = tl.float32 if bias[2] else dtype
             base = expert_base(b, e, at_b.row, held, bias[1], False)
             total += row_products(grad + token * at_grad.row, base, live, N, at_grad.col, at_b.col, dtype, wide, BR, BN)
-        tl.store(d_weights + slot, total.to(d_weights.dtype.element_ty), mask=row < S)
+        tl.store(d_weights + slot, total.to(d_weights.dtype.element_ty), mask=row < S)  # [BR]
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -207,6 +207,6 @@ def pair_rows(
             value = s if FROM_ROWS else t
             if SCALE:
                 value = value * scale
-            tl.store(out + at_row * N + n, value.to(out.dtype.element_ty), mask=(row < S)[:, None] & (n < N))
+            tl.store(out + at_row * N + n, value.to(out.dtype.element_ty), mask=(row < S)[:, None] & (n < N))  # [BR, BN]
     if WANT_WEIGHTS:
-        tl.store(d_weights + slot, total.to(d_weights.dtype.element_ty), mask=row < S)
+        tl.store(d_weights + slot, total.to(d_weights.dtype.element_ty), mask=row < S)  # [BR]

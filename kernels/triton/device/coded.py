@@ -1,4 +1,4 @@
-"""One grouped GEMM on tensor cores whose weights are held in few bits: ``coded_tiles``, and how a block of them is read.
+"""One grouped GEMM on tensor cores whose weights are quantised: ``coded_tiles``, and how a block of them is read.
 
 A block is read as codes, becomes what the program makes of it (``ops/meaning/encoding.py``, with the same rounding after each step, so the
 same bits), and is multiplied; nothing unpacked is ever written. With BACK the product is with the transpose: rows of gradients come in,
@@ -75,9 +75,9 @@ def words(w, at, row, col, ROWS, COLS, NR: tl.constexpr, NC: tl.constexpr, codin
     c = col + tl.arange(0, NC)
     place = w + index(r, coding.WIDE)[:, None] * at.stride_n + index(c, coding.WIDE)[None, :] * at.stride_k
     if coding.EVEN:
-        v = tl.load(place)
+        v = tl.load(place)  # [NR, NC]
     else:
-        v = tl.load(place, mask=(r < ROWS)[:, None] & (c < COLS)[None, :], other=0)
+        v = tl.load(place, mask=(r < ROWS)[:, None] & (c < COLS)[None, :], other=0)  # [NR, NC]
     return v.to(tl.int32)
 
 
@@ -132,9 +132,9 @@ def per_block(p, at, f0, i0, F, I, NF: tl.constexpr, NI: tl.constexpr, coding: t
     f = tl.minimum(f0 + tl.arange(0, NF), F - 1)
     rows = p + (f // BLOCK_N if BLOCK_N > 0 else f * 0)[:, None] * at.stride_n
     if BLOCK_K == 0:
-        v = tl.load(rows)
+        v = tl.load(rows)  # [NF, 1]
     elif BLOCK_K % NI == 0:
-        v = tl.load(rows + i0 // BLOCK_K * at.stride_k)
+        v = tl.load(rows + i0 // BLOCK_K * at.stride_k)  # [NF, 1]
     elif NI % BLOCK_K == 0:
         GROUPS: tl.constexpr = NI // BLOCK_K
         g = tl.minimum(i0 // BLOCK_K + tl.arange(0, GROUPS), (I - 1) // BLOCK_K)
@@ -142,7 +142,7 @@ def per_block(p, at, f0, i0, F, I, NF: tl.constexpr, NI: tl.constexpr, coding: t
         v = tl.reshape(tl.broadcast_to(v[:, :, None], [NF, GROUPS, BLOCK_K]), [NF, NI])
     else:
         i = tl.minimum(i0 + tl.arange(0, NI), I - 1)
-        v = tl.load(rows + (i // BLOCK_K)[None, :] * at.stride_k)
+        v = tl.load(rows + (i // BLOCK_K)[None, :] * at.stride_k)  # [NF, NI]
     return v
 
 
@@ -192,14 +192,14 @@ def coded_tile(
     n = block * BN + tl.arange(0, BN)
     acc = tl.zeros([BM, BN], tl.float32)
     for k0 in tl.range(0, K, BK):
-        a = row_tile(from_x, live, k0, K, at_x.col, BK, WIDE, tiling.EVEN_K, REPEAT)
+        a = row_tile(from_x, live, k0, K, at_x.col, BK, WIDE, tiling.EVEN_K, REPEAT)  # [BM, BK]
         if SCALE:
             a = (a.to(tl.float32) * scale[:, None]).to(dtype)
         if BACK:
             v = coded_block(of_w, of_s, of_z, at_w, at_s, at_z, k0, block * BN, F, I, dtype, BK, BN, coding)  # [BK, BN]
         else:
-            v = tl.trans(coded_block(of_w, of_s, of_z, at_w, at_s, at_z, block * BN, k0, F, I, dtype, BN, BK, coding))  # [BN, BK]
-        acc = tl.dot(a, v, acc, input_precision=tiling.PRECISION)
+            v = tl.trans(coded_block(of_w, of_s, of_z, at_w, at_s, at_z, block * BN, k0, F, I, dtype, BN, BK, coding))  # [BK, BN]
+        acc = tl.dot(a, v, acc, input_precision=tiling.PRECISION)  # [BM, BN]
     if coding.BIAS:
         bias = expert_base(b, e, at_w.bias_e, dtype, coding.BIAS_APART, False)
         acc += tl.load(bias + n.to(tl.int64) * at_w.bias_n, mask=n < N, other=0.0).to(tl.float32)[None, :]  # [BN]
@@ -208,7 +208,7 @@ def coded_tile(
     mask = live[:, None] & (n < N)[None, :]
     if ADD:
         value = (tl.load(to, mask=mask, other=0.0).to(tl.float32) + value.to(tl.float32)).to(out.dtype.element_ty)  # [BM, BN]
-    tl.store(to, value, mask=mask)
+    tl.store(to, value, mask=mask)  # [BM, BN]
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
@@ -250,4 +250,4 @@ def unpack_blocks(
     f = f0 + tl.arange(0, NF)
     i = i0 + tl.arange(0, NI)
     to = out + (tl.program_id(0).to(tl.int64) * F + f[:, None]) * I + i[None, :]
-    tl.store(to, v, mask=(f < F)[:, None] & (i < I)[None, :])
+    tl.store(to, v, mask=(f < F)[:, None] & (i < I)[None, :])  # [NF, NI]

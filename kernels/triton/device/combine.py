@@ -43,7 +43,7 @@ def combine_slots(
     else:
         for k in range(top_k):
             total += slot_row(y, ids, weights, position, t, k, n, top_k, E, N, at_ids, at_weights, SCALE, SORTED, EVEN_N)
-    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)
+    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)  # [BN]
 
 
 @triton.jit
@@ -74,4 +74,4 @@ def combine_parts(
         if SCALE:
             y *= tl.load(weights + t * at_weights.row + k * at_weights.col, mask=live, other=0.0).to(acc_type)  # []
         total += tl.where(live, y, 0.0)
-    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)
+    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)  # [BN]

@@ -25,4 +25,4 @@ def copy_factors(
     mask = live[:, None, None] & ((m < M)[:, None] & (n < N)[None, :])[None, :, :]
     v = tl.load(base[:, None, None] + inside[None, :, :], mask=mask, other=0.0).to(wide) * scale  # [BE, BM, BN]
     to = (e.to(tl.int64)[:, None, None] * M + m[None, :, None]) * N + n[None, None, :]
-    tl.store(out + to, v.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + to, v.to(out.dtype.element_ty), mask=mask)  # [BE, BM, BN]

@@ -95,9 +95,9 @@ def row_tile(from_x, live, k0, limit, stride, BK: tl.constexpr, WIDE: tl.constex
 def multiply(a, w, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a [BM, BK] w [BN, BK]^T; with SWAP acc is [BN, BM]."""
     if SWAP:
-        r = tl.dot(w, tl.trans(a), acc, input_precision=PRECISION)
+        r = tl.dot(w, tl.trans(a), acc, input_precision=PRECISION)  # [BN, BM]
     else:
-        r = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
+        r = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)  # [BM, BN]
     return r
 
 
@@ -193,7 +193,7 @@ def up_tile(
             v = (v.to(tl.float32) * scale[:, None]).to(dtype)
         if form.JOIN:
             both = tl.reshape(a.w.load([e, 0, block * BN, k0]), [2 * BN, BK])  # [1, 2, BN, BK]
-            acc = tl.dot(v, tl.trans(both), acc, input_precision=PRECISION)
+            acc = tl.dot(v, tl.trans(both), acc, input_precision=PRECISION)  # [BM, 2 * BN]
         else:
             va = weight_tile(base_a, a.at, row_a, col_a, n, k0, features, H, stored, tiling)
             acc = multiply(v, va, acc, SWAP, PRECISION)
@@ -206,7 +206,7 @@ def up_tile(
     else:
         col = block * BN + tl.arange(0, BN)
         to_h = h + (start + r).to(tl.int64)[:, None] * N + col[None, :]
-        tl.store(to_h, out.to(dtype), mask=live[:, None] & (col[None, :] < N))
+        tl.store(to_h, out.to(dtype), mask=live[:, None] & (col[None, :] < N))  # [BM, BN]
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
@@ -280,7 +280,7 @@ def down_tile(
     else:
         to = start + r if SORTED else tl.load(order + start + r, mask=live, other=0)  # [BM]
         to_y = y + to.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(to_y, out.to(dtype), mask=live[:, None] & (n[None, :] < N))
+        tl.store(to_y, out.to(dtype), mask=live[:, None] & (n[None, :] < N))  # [BM, BN]
 
 
 @triton.jit(do_not_specialize=["max_tiles"])

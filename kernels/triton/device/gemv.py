@@ -51,7 +51,7 @@ def term_block(f, at, e, first, n, N, r0, term: tl.constexpr):
     if term.RANK > 0:
         r = r0 + tl.arange(0, term.BR)
         base = expert_base(f, e, at.stride_e, term.OF, term.TABLE, False) + (first + n).to(tl.int64)[:, None] * at.stride_n
-        v = tl.load(base + r[None, :] * at.stride_k, mask=(n < N)[:, None] & (r < term.RANK)[None, :], other=0.0)
+        v = tl.load(base + r[None, :] * at.stride_k, mask=(n < N)[:, None] & (r < term.RANK)[None, :], other=0.0)  # [BN, BR]
     else:
         v = 0.0
     return v
@@ -104,7 +104,7 @@ def shrink_vectors(
         k = k0 + tl.arange(0, BK)
         v = load_row(row, k, by, K, at_x.col, stored.WIDE, blocks.EVEN_K, SCALE, acc_type)
         acc += load_block(base, at_a, n, k, term.RANK, K, stored, blocks, acc_type) * v[None, :]
-    tl.store(u + slot.to(tl.int64) * term.ROW + term.COL + n, tl.sum(acc, 1) * scale, mask=n < term.RANK)
+    tl.store(u + slot.to(tl.int64) * term.ROW + term.COL + n, tl.sum(acc, 1) * scale, mask=n < term.RANK)  # [BN]
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -185,7 +185,7 @@ def up_vectors(
         after_previous(EARLY)
         gate = add_term(gate, block, u, f_a, at_fa, e, slot, 0, n, N, term_a)
         out = pointwise(rounded(gate, dtype), ACT, FAST)
-    tl.store(h + slot.to(tl.int64) * N + n, out.to(dtype), mask=n < N)
+    tl.store(h + slot.to(tl.int64) * N + n, out.to(dtype), mask=n < N)  # [BN]
 
 
 @triton.jit
@@ -254,7 +254,7 @@ def down_vectors(
             y *= tl.load(from_weights, mask=live, other=0.0).to(acc_type)[:, None]  # [AT]
         for i in tl.static_range(AT):
             total += tl.sum(tl.where((j == i)[:, None] & live[:, None], y, 0.0), 0)
-    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)
+    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)  # [BN]
 
 
 @triton.jit(do_not_specialize=["span"])
@@ -262,7 +262,7 @@ def down_parts(h, ids, w, parts, top_k, E, I, N, span, at_ids, at_w, stored: tl.
     """parts [S, P, N] in the accumulation dtype: h[s] W[ids[s]]^T over inputs [p * span, (p + 1) * span).
 
     Where outputs are stored side by side a program needs many of them for whole cache lines, so few tokens make too few programs for the
-    device: here the inputs are shared out as well. :func:`moefuse.kernels.triton.combine.combine_parts` adds the parts up.
+    device: here the inputs are shared out as well. :func:`moefuse.kernels.triton.device.combine.combine_parts` adds the parts up.
     """
     after_previous(blocks.PDL)
     let_next_start(blocks.PDL)
@@ -285,4 +285,4 @@ def down_parts(h, ids, w, parts, top_k, E, I, N, span, at_ids, at_w, stored: tl.
         v = load_row(row, k, 0.0, end, 1, False, blocks.EVEN_K, False, acc_type)
         acc += load_block(base, at_w, n, k, N, end, stored, blocks, acc_type) * v[None, :]
     to = parts + (slot.to(tl.int64) * tl.num_programs(2) + p) * N + n
-    tl.store(to, tl.sum(acc, 1), mask=n < N)
+    tl.store(to, tl.sum(acc, 1), mask=n < N)  # [BN]

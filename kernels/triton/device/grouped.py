@@ -25,7 +25,7 @@ def with_term(acc, u, f, e, row, live, n, N, at_u, at_f, dtype: tl.constexpr, RA
         base = f + e.to(tl.int64) * at_f.stride_e
         from_f = base + index(n, WIDE)[:, None] * at_f.stride_n + k[None, :] * at_f.stride_k
         v = tl.load(from_f, mask=(n < N)[:, None] & (k < RANK)[None, :], other=0.0).to(dtype)  # [BN, BR]
-        acc = tl.dot(a, tl.trans(v), acc, input_precision=tiling.PRECISION, out_dtype=acc.dtype)
+        acc = tl.dot(a, tl.trans(v), acc, input_precision=tiling.PRECISION, out_dtype=acc.dtype)  # [BM, BN]
     return acc
 
 
@@ -69,7 +69,7 @@ def linear_tile(
         if SCALE:
             a = (a.to(wide) * scale[:, None]).to(dtype)
         v = weight_tile(base, w.at, row_w, block * BN, n, k0, N, K, stored, tiling).to(dtype)
-        acc = tl.dot(a, tl.trans(v), acc, input_precision=tiling.PRECISION, out_dtype=wide)
+        acc = tl.dot(a, tl.trans(v), acc, input_precision=tiling.PRECISION, out_dtype=wide)  # [BM, BN]
     if RANK:
         acc = with_term(acc, u, f, e, from_row.to(tl.int64), live, n, N, at_u, at_f, dtype, RANK, stored.WIDE, tiling)
     if stored.BIAS:
@@ -83,7 +83,7 @@ def linear_tile(
         mask = live[:, None] & (n < N)[None, :]
         if ADD:
             value = (tl.load(to, mask=mask, other=0.0).to(wide) + value.to(wide)).to(out.dtype.element_ty)  # [BM, BN]
-        tl.store(to, value, mask=mask)
+        tl.store(to, value, mask=mask)  # [BM, BN]
 
 
 @triton.jit(do_not_specialize=["max_tiles"])

@@ -48,7 +48,7 @@ def choose(
         key = tl.where(key == best, -1, key)
     live = (t < T)[:, None] & (k < K)[None, :]
     at = t[:, None] * K + k[None, :]
-    tl.store(ids + at, chosen.to(tl.int64), mask=live)
+    tl.store(ids + at, chosen.to(tl.int64), mask=live)  # [BT, BK]
     # Read again, for their own bits: a key knows neither the sign of zero nor which NaN it was.
     tl.store(values + at, tl.load(rows + chosen.to(tl.int64) * stride_e, mask=live, other=0.0), mask=live)  # [BT, BK]
 
@@ -132,5 +132,5 @@ def route(
         total = tl.sum(tl.where(slot, w, 0.0), 1) + EPS
         w = w / tl.where(total < LEAST, LEAST, total)[:, None]
     out = t[:, None] * K + k[None, :]
-    tl.store(ids + out, chosen.to(tl.int64), mask=(t < T)[:, None] & slot)
-    tl.store(weights + out, (w * SCALE).to(weights.dtype.element_ty), mask=(t < T)[:, None] & slot)
+    tl.store(ids + out, chosen.to(tl.int64), mask=(t < T)[:, None] & slot)  # [BT, BK]
+    tl.store(weights + out, (w * SCALE).to(weights.dtype.element_ty), mask=(t < T)[:, None] & slot)  # [BT, BK]

@@ -34,7 +34,7 @@ def write_tiles(tiles, max_tiles, e, first_tile, first_row, rows, BM: tl.constex
     for j in range(0, count, 32):
         i = j + tl.arange(0, 32)
         live = i < count
-        tl.store(tiles + first_tile + i, tl.zeros([32], tl.int32) + e, mask=live)
+        tl.store(tiles + first_tile + i, tl.zeros([32], tl.int32) + e, mask=live)  # [32]
         tl.store(tiles + max_tiles + first_tile + i, first_row + i * BM, mask=live)
         tl.store(tiles + 2 * max_tiles + first_tile + i, tl.minimum(rows - i * BM, BM), mask=live)
         tl.store(tiles + 3 * max_tiles + first_tile + i, i, mask=live)
@@ -44,7 +44,7 @@ def write_tiles(tiles, max_tiles, e, first_tile, first_row, rows, BM: tl.constex
 @triton.jit
 def write_count(num_tiles, count):
     """The number of tiles, and counters at 0."""
-    tl.store(num_tiles, count)
+    tl.store(num_tiles, count)  # []
     tl.store(num_tiles + 1, 0)
     tl.store(num_tiles + 2, 0)
 
@@ -65,16 +65,16 @@ def sort_once(
     tiles_of = tl.where(bins < E, (counts + BM - 1) // BM, 0)
     row = tl.sum(tl.where(bins < e, counts, 0))
     first_tile = tl.sum(tl.where(bins < e, tiles_of, 0))
-    tl.store(offsets + e, row)
+    tl.store(offsets + e, row)  # []
     if e == E:
         write_count(num_tiles, tl.sum(tiles_of))
     else:
         write_tiles(tiles, max_tiles, e, first_tile, row, tl.sum(tl.where(bins == e, counts, 0)), BM)
     mine = ((key == e) & (slot < S)).to(tl.int32)
     row += tl.cumsum(mine, 0) - mine
-    tl.store(order + row, slot, mask=mine != 0)
+    tl.store(order + row, slot, mask=mine != 0)  # [BS]
     if INVERSE:
-        tl.store(position + slot, row, mask=mine != 0)
+        tl.store(position + slot, row, mask=mine != 0)  # [BS]
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -84,7 +84,7 @@ def count_chunks(ids, counts, at_ids, S, E, top_k, FLAT: tl.constexpr, BS: tl.co
     let_next_start(PDL)
     chunk = tl.program_id(0)
     key = load_keys(ids, chunk * BS + tl.arange(0, BS), at_ids, S, E, top_k, FLAT)
-    tl.store(counts + chunk * BE + tl.arange(0, BE), tl.histogram(key, BE))
+    tl.store(counts + chunk * BE + tl.arange(0, BE), tl.histogram(key, BE))  # [BE]
 
 
 @triton.jit(do_not_specialize=["C"])
@@ -99,9 +99,9 @@ def scan_chunks(counts, totals, C, BC: tl.constexpr, BE: tl.constexpr, COLS: tl.
         at = counts + row[:, None] * BE + col[None, :]
         n = tl.load(at, mask=row[:, None] < C, other=0)  # [BC, COLS]
         before = tl.cumsum(n, 0) - n + carry[None, :]
-        tl.store(at, before, mask=row[:, None] < C)
+        tl.store(at, before, mask=row[:, None] < C)  # [BC, COLS]
         carry += tl.sum(n, 0)
-    tl.store(totals + col, carry)
+    tl.store(totals + col, carry)  # [COLS]
 
 
 @triton.jit(do_not_specialize=["S", "max_tiles"])
@@ -120,7 +120,7 @@ def place_chunks(
     tiles_of = (total_valid + BM - 1) // BM
     for e in range(chunk, E + 1, tl.num_programs(0)):
         row = tl.sum(tl.where(bins < e, total_valid, 0))
-        tl.store(offsets + e, row)
+        tl.store(offsets + e, row)  # []
         first_tile = tl.sum(tl.where(bins < e, tiles_of, 0))
         if e == E:
             write_count(num_tiles, first_tile)
@@ -135,9 +135,9 @@ def place_chunks(
         before = j + tl.arange(0, 32)
         other = tl.gather(key, before, 0)
         row += tl.sum(((other[None, :] == key[:, None]) & (before[None, :] < i[:, None])).to(tl.int32), 1)
-    tl.store(order + row, slot, mask=slot < S)
+    tl.store(order + row, slot, mask=slot < S)  # [BS]
     if INVERSE:
-        tl.store(position + slot, row, mask=slot < S)
+        tl.store(position + slot, row, mask=slot < S)  # [BS]
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def spread_rows(
         if SCALE:
             scale = tl.load(weights + t * at_weights.row + k * at_weights.col).to(tl.float32)  # []
             value = (v.to(tl.float32) * scale).to(x.dtype.element_ty)
-        tl.store(xs + row.to(tl.int64) * H + col, value, mask=inside & (row < count))
+        tl.store(xs + row.to(tl.int64) * H + col, value, mask=inside & (row < count))  # [BLOCK]
 
 
 @triton.jit
@@ -181,4 +181,4 @@ def sort_rows(
         from_weights = weights + token * at_weights.row + (slot % top_k).to(tl.int64) * at_weights.col
         scale = tl.load(from_weights, mask=live, other=0.0).to(tl.float32)  # [ROWS]
         v = (v.to(tl.float32) * scale[:, None]).to(x.dtype.element_ty)
-    tl.store(xs + r.to(tl.int64)[:, None] * H + col[None, :], v, mask=mask)
+    tl.store(xs + r.to(tl.int64)[:, None] * H + col[None, :], v, mask=mask)  # [ROWS, BLOCK]

@@ -41,7 +41,7 @@ def gather_rows(x, order, out, S, top_k, N, at_x, BR: tl.constexpr, BN: tl.const
     token = tl.load(order + row, mask=row < S, other=0) // top_k  # [BR]
     mask = (row < S)[:, None] & (n < N)[None, :]
     v = tl.load(x + token[:, None] * at_x.row + n.to(tl.int64)[None, :] * at_x.col, mask=mask, other=0.0)  # [BR, BN]
-    tl.store(out + row.to(tl.int64)[:, None] * N + n[None, :], v, mask=mask)
+    tl.store(out + row.to(tl.int64)[:, None] * N + n[None, :], v, mask=mask)  # [BR, BN]
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -64,7 +64,7 @@ def gather_in_order(x, order, out, S, top_k, N, at_x, GATHER: tl.constexpr, APAR
         v = tl.permute(v, (0, 1, 3, 5, 2, 4))
     else:
         v = tl.permute(v, (0, 1, 3, 4, 2, 5))
-    tl.store(out + row.to(tl.int64)[:, None] * N + n[None, :], tl.reshape(v, [BR, BN]), mask=mask)
+    tl.store(out + row.to(tl.int64)[:, None] * N + n[None, :], tl.reshape(v, [BR, BN]), mask=mask)  # [BR, BN]
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -79,7 +79,7 @@ def vector_rows(
     base = expert_base(v, tl.where(live, e, 0), at_v.row, out.dtype.element_ty, TABLE, False)
     mask = live[:, None] & (n < N)[None, :]
     value = tl.load(base[:, None] + n.to(tl.int64)[None, :] * at_v.col, mask=mask, other=0.0)  # [BR, BN]
-    tl.store(out + row.to(tl.int64)[:, None] * N + n[None, :], value, mask=(row < S)[:, None] & (n < N)[None, :])
+    tl.store(out + row.to(tl.int64)[:, None] * N + n[None, :], value, mask=(row < S)[:, None] & (n < N)[None, :])  # [BR, BN]
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -93,7 +93,7 @@ def clear_dead(out, offsets, S, E, N, stride_or, BR: tl.constexpr, BN: tl.conste
         for n0 in range(0, N, BN):
             n = n0 + tl.arange(0, BN)
             at = out + row.to(tl.int64)[:, None] * stride_or + n[None, :]
-            tl.store(at, tl.zeros([BR, BN], out.dtype.element_ty), mask=rows[:, None] & (n < N)[None, :])
+            tl.store(at, tl.zeros([BR, BN], out.dtype.element_ty), mask=rows[:, None] & (n < N)[None, :])  # [BR, BN]
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -101,7 +101,7 @@ def invert(order, position, S, BR: tl.constexpr):
     """position [S]: the row of each slot."""
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     slot = tl.load(order + row, mask=row < S, other=0)  # [BR]
-    tl.store(position + slot, row, mask=row < S)
+    tl.store(position + slot, row, mask=row < S)  # [BR]
 
 
 @triton.jit
@@ -134,4 +134,4 @@ def sum_rows(
     else:
         for k in range(top_k):
             total += slot_row(y, position, weights, dead, t, k, n, top_k, N, at_y, at_weights, SCALE, wide)
-    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)
+    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)  # [BN]

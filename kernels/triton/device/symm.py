@@ -25,7 +25,7 @@ def _either(a, b):
 @triton.jit
 def _next(turn):
     """The transfer that begins, for a push."""
-    now = tl.load(turn)
+    now = tl.load(turn)  # []
     if tl.program_id(0) == 0:
         tl.store(turn + 1, now)
     return now
@@ -34,7 +34,7 @@ def _next(turn):
 @triton.jit
 def _current(turn):
     """The transfer that has come, for a take."""
-    now = tl.load(turn + 1)
+    now = tl.load(turn + 1)  # []
     if tl.program_id(0) == 0:
         tl.store(turn, now + 1)
     return now
@@ -47,14 +47,14 @@ def barrier(bases, turn, flags, rank, at_flags, patience, WORLD: tl.constexpr, B
     TIMED (CUDA): after ``patience`` nanoseconds the device traps, for there is no other way out of a wait for a rank that is gone.
     """
     r = tl.arange(0, BW)
-    count = tl.load(turn + 1) + 1
-    theirs = (tl.load(bases + r, mask=r < WORLD, other=0) + at_flags).to(tl.pointer_type(tl.int32))
+    count = tl.load(turn + 1) + 1  # []
+    theirs = (tl.load(bases + r, mask=r < WORLD, other=0) + at_flags).to(tl.pointer_type(tl.int32))  # [BW]
     tl.atomic_xchg(theirs + rank, tl.zeros([BW], tl.int32) + count, mask=r < WORLD, sem="release", scope="sys")
-    seen = tl.load(flags + r, mask=r < WORLD, other=0, volatile=True)
+    seen = tl.load(flags + r, mask=r < WORLD, other=0, volatile=True)  # [BW]
     if TIMED:
         begin = tl.extra.cuda.globaltimer()
     while tl.max(tl.where(r < WORLD, count - seen, 0), 0) > 0:
-        seen = tl.load(flags + r, mask=r < WORLD, other=0, volatile=True)
+        seen = tl.load(flags + r, mask=r < WORLD, other=0, volatile=True)  # [BW]
         if TIMED:  # noqa: SIM102 (one is of the compiler, one of the device)
             if tl.extra.cuda.globaltimer() - begin > patience:
                 tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
@@ -64,7 +64,7 @@ def barrier(bases, turn, flags, rank, at_flags, patience, WORLD: tl.constexpr, B
 @triton.jit
 def _set(bases, r, now, set_bytes):
     """Rank r's set of this transfer."""
-    base = tl.multiple_of(tl.load(bases + r).to(tl.pointer_type(tl.uint8)), 256)
+    base = tl.multiple_of(tl.load(bases + r).to(tl.pointer_type(tl.uint8)), 256)  # []
     return base + (now & 1).to(tl.int64) * set_bytes
 
 
@@ -86,7 +86,7 @@ def _copy(source, target, live, F: tl.constexpr, B: tl.constexpr):
     """One row; zeros where it is not ``live``."""
     for start in range(0, F, B):
         o = start + tl.arange(0, B)
-        tl.store(target + o, tl.load(source + o, mask=(o < F) & live, other=0), mask=o < F)
+        tl.store(target + o, tl.load(source + o, mask=(o < F) & live, other=0), mask=o < F)  # [B]
 
 
 @triton.jit(do_not_specialize=["T", "M", "rank"])
@@ -105,7 +105,7 @@ def push_tokens(
     e = tl.load(ids + t * K + k, mask=(k < K) & (t < T), other=-1).to(tl.int64)  # [BK]
     if TABLE:
         inside = (e >= 0) & (e < E)
-        slot = tl.load(place + e, mask=inside, other=-1).to(tl.int64)
+        slot = tl.load(place + e, mask=inside, other=-1).to(tl.int64)  # [BK]
         inside = inside & (slot >= 0)
         here = inside & (slot // slots == r)
         e = tl.where(here, slot - r * slots, -1)
@@ -115,20 +115,20 @@ def push_tokens(
     live = tl.max(here.to(tl.int32), 0) > 0
     here_x = rank * M + t
     if r == rank:
-        tl.store(local + here_x * K + k, e, mask=k < K)
-        tl.store(took + here_x, live.to(tl.int32))
+        tl.store(local + here_x * K + k, e, mask=k < K)  # [BK]
+        tl.store(took + here_x, live.to(tl.int32))  # []
         if t < T:
             if TABLE:
                 bits = tl.reduce(tl.where(inside, tl.full([BK], 1, tl.int64) << (slot // slots), 0), 0, _either)
             else:
                 bits = tl.where(live, tl.full([], -1, tl.int64), 0)
-            tl.store(to + t, bits)
+            tl.store(to + t, bits)  # []
         _copy(x + t * FX, out_x + here_x * FX, live, FX, BX)
         if WEIGHTS:
             _copy(w + t * FW, out_w + here_x * FW, live, FW, BW)
     else:
         base = _set(bases, r, now, set_bytes)
-        tl.store((base + at_ids).to(tl.pointer_type(tl.int32)) + here_x * K + k, e.to(tl.int32), mask=k < K)
+        tl.store((base + at_ids).to(tl.pointer_type(tl.int32)) + here_x * K + k, e.to(tl.int32), mask=k < K)  # [BK]
         if live:
             _copy(x + t * FX, base.to(tl.pointer_type(x.dtype.element_ty)) + here_x * FX, live, FX, BX)
             if WEIGHTS:
@@ -145,10 +145,10 @@ def take_tokens(
     j = r * M + t
     base = _set(bases, rank, _current(turn), set_bytes)
     k = tl.arange(0, BK)
-    e = tl.load((base + at_ids).to(tl.pointer_type(tl.int32)) + j * K + k, mask=k < K, other=-1)
+    e = tl.load((base + at_ids).to(tl.pointer_type(tl.int32)) + j * K + k, mask=k < K, other=-1)  # [BK]
     live = tl.max(e, 0) >= 0
-    tl.store(local + j * K + k, e, mask=k < K)
-    tl.store(took + j, live.to(tl.int32))
+    tl.store(local + j * K + k, e, mask=k < K)  # [BK]
+    tl.store(took + j, live.to(tl.int32))  # []
     _copy(base.to(tl.pointer_type(x.dtype.element_ty)) + j * FX, x + j * FX, live, FX, BX)
     if WEIGHTS:
         _copy((base + at_w).to(tl.pointer_type(w.dtype.element_ty)) + j * FW, w + j * FW, live, FW, BW)
@@ -159,7 +159,7 @@ def push_rows(rows, bases, to, turn, out, T, M, rank, set_bytes, at, F: tl.const
     """A program for each row and rank: row t of ``rows`` [T, F] to rank r, if it is one of ``to`` [T]; own ones into ``out`` [P * M, F]."""
     t, r = _each(tl.program_id(0).to(tl.int64), WORLD)
     now = _next(turn)
-    live = ((tl.load(to + t, mask=t < T, other=0) >> r) & 1) > 0
+    live = ((tl.load(to + t, mask=t < T, other=0) >> r) & 1) > 0  # []
     here = rank * M + t
     if r == rank:
         _copy(rows + t * F, out + here * F, live, F, B)
@@ -196,14 +196,14 @@ def take_sums(
     """Program t: what the ranks of ``to`` have sent for token t, this one's in ``own`` [P * M, F]: added in order in WIDE, rounded once."""
     t = tl.program_id(0).to(tl.int64)
     came = (_set(bases, rank, _current(turn), set_bytes) + at).to(tl.pointer_type(out.dtype.element_ty))
-    who = tl.load(to + t, mask=t < T, other=0)
+    who = tl.load(to + t, mask=t < T, other=0)  # []
     for start in range(0, F, B):
         o = start + tl.arange(0, B)
         total = tl.zeros([B], WIDE)
         for r in tl.static_range(WORLD):
             live = (((who >> r) & 1) > 0) & (o < F)
             if r == rank:
-                total += tl.load(own + (r * M + t) * F + o, mask=live, other=0).to(WIDE)
+                total += tl.load(own + (r * M + t) * F + o, mask=live, other=0).to(WIDE)  # [B]
             else:
-                total += tl.load(came + (r * M + t) * F + o, mask=live, other=0).to(WIDE)
-        tl.store(out + t * F + o, total.to(out.dtype.element_ty), mask=(o < F) & (t < T))
+                total += tl.load(came + (r * M + t) * F + o, mask=live, other=0).to(WIDE)  # [B]
+        tl.store(out + t * F + o, total.to(out.dtype.element_ty), mask=(o < F) & (t < T))  # [B]

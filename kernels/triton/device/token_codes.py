@@ -91,8 +91,8 @@ def round_rows(
             inside = live[:, None] & (g < GROUPS) & (k < coding.GROUP)
             v = tl.load(from_x + (g * coding.GROUP + k) * at_x.col, mask=inside, other=0.0).to(tl.float32)  # [BR, BK]
             scale, divisor = scale_and_divisor(tl.reduce(tl.abs(v), 1, larger), coding)
-            tl.store(to + g * coding.GROUP + k, as_codes(quotient(v, divisor[:, None]), coding), mask=inside)
-            tl.store(to_scale + g, scale, mask=live & (g < GROUPS))
+            tl.store(to + g * coding.GROUP + k, as_codes(quotient(v, divisor[:, None]), coding), mask=inside)  # [BR, BK]
+            tl.store(to_scale + g, scale, mask=live & (g < GROUPS))  # [BR]
     else:
         top = tl.zeros([BR, BK], tl.float32)
         for k0 in range(0, K, BK):
@@ -102,8 +102,8 @@ def round_rows(
         for k0 in range(0, K, BK):
             inside = live[:, None] & (k0 + k < K)
             v = tl.load(from_x + (k0 + k) * at_x.col, mask=inside, other=0.0).to(tl.float32)  # [BR, BK]
-            tl.store(to + k0 + k, as_codes(quotient(v, divisor[:, None]), coding), mask=inside)
-        tl.store(to_scale, scale, mask=live)
+            tl.store(to + k0 + k, as_codes(quotient(v, divisor[:, None]), coding), mask=inside)  # [BR, BK]
+        tl.store(to_scale, scale, mask=live)  # [BR]
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -136,7 +136,7 @@ def weight_grads(
         base = expert_base(b, e, at_b.row, held, bias[1], False)
         from_grad = grad + slot // top_k * at_grad.row
         total += row_products(from_grad, base, live, N, at_grad.col, at_b.col, dtype, tl.float32, BR, BK)
-    tl.store(d_weights + slot, total.to(d_weights.dtype.element_ty), mask=row < S)
+    tl.store(d_weights + slot, total.to(d_weights.dtype.element_ty), mask=row < S)  # [BR]
 
 
 @triton.jit
@@ -144,10 +144,10 @@ def multiplied(a, w, acc, coding: tl.constexpr):
     """acc + a [BM, BK] w [BN, BK]^T of bytes."""
     if coding.DIRECT:
         a, w = a.to(tl.float8e4nv, bitcast=True), w.to(tl.float8e4nv, bitcast=True)
-        acc = tl.dot(a, tl.trans(w), acc, max_num_imprecise_acc=None if coding.GROUP else 128)
+        acc = tl.dot(a, tl.trans(w), acc, max_num_imprecise_acc=None if coding.GROUP else 128)  # [BM, BN]
     else:
         a, w = number_of(a.to(tl.int32), coding).to(tl.float16), number_of(w.to(tl.int32), coding).to(tl.float16)
-        acc = tl.dot(a, tl.trans(w), acc)
+        acc = tl.dot(a, tl.trans(w), acc)  # [BM, BN]
     return acc
 
 
@@ -157,7 +157,7 @@ def block_scales(s, at, n, k0, coding: tl.constexpr):
     place = s + (n // coding.BLOCK_N if coding.BLOCK_N > 0 else n * 0) * at.stride_n
     if coding.BLOCK_K > 0:
         place += k0 // coding.BLOCK_K * at.stride_k
-    v = tl.load(place)
+    v = tl.load(place)  # [BN] or []
     if coding.SCALE == "":
         v = v.to(tl.float32)
     else:
@@ -202,15 +202,15 @@ def rounded_tiles(
     acc = tl.zeros([BM, BN], tl.float32)
     for k0 in tl.range(0, I, BK):
         if tiling.EVEN_K:
-            a = tl.load(from_x + (k0 + k))
+            a = tl.load(from_x + (k0 + k))  # [BM, BK]
         else:
-            a = tl.load(from_x + (k0 + k), mask=k0 + k < I, other=0)
+            a = tl.load(from_x + (k0 + k), mask=k0 + k < I, other=0)  # [BM, BK]
         if tiling.ROWS_DESC:
             v = w.load([e * F + block * BN, k0])  # [BN, BK]
         elif tiling.EVEN_K:
-            v = tl.load(from_w + index(k0 + k, coding.WIDE) * at_w.stride_k)
+            v = tl.load(from_w + index(k0 + k, coding.WIDE) * at_w.stride_k)  # [BN, BK]
         else:
-            v = tl.load(from_w + index(k0 + k, coding.WIDE) * at_w.stride_k, mask=k0 + k < I, other=0)
+            v = tl.load(from_w + index(k0 + k, coding.WIDE) * at_w.stride_k, mask=k0 + k < I, other=0)  # [BN, BK]
         if coding.GROUP:
             part = multiplied(a, v, tl.zeros([BM, BN], tl.float32), coding)
             of_x = tl.load(scales + at * GROUPS + k0 // coding.GROUP)  # [BM]
@@ -226,4 +226,4 @@ def rounded_tiles(
         bias = expert_base(b, e, at_w.bias_e, out.dtype.element_ty, coding.BIAS_APART, False)
         acc += tl.load(bias + real.to(tl.int64) * at_w.bias_n).to(tl.float32)[None, :]  # [BN]
     to = out + (start + r).to(tl.int64)[:, None] * stride_or + n[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=(r < rows)[:, None] & (n < F)[None, :])
+    tl.store(to, acc.to(out.dtype.element_ty), mask=(r < rows)[:, None] & (n < F)[None, :])  # [BM, BN]

@@ -66,11 +66,11 @@ def weight_grads(
         if SCALE:
             v = v.to(wide) * factor_of(row, live, order, weights, top_k, at_weights, wide)[:, None]
         v = v.to(dtype)
-        acc = tl.dot(tl.trans(a), v, acc, input_precision=PRECISION, out_dtype=wide)
+        acc = tl.dot(tl.trans(a), v, acc, input_precision=PRECISION, out_dtype=wide)  # [BN, BK]
     held: tl.constexpr = tl.float32 if stored.HELD else dtype
     base = expert_base(d_w, e, at_d.stride_e, held, stored.TABLE, stored.ALIGNED)
     to = base + index(n, stored.WIDE)[:, None] * at_d.stride_n + index(k, stored.WIDE)[None, :] * at_d.stride_k
-    tl.store(to, acc.to(held), mask=(n < N)[:, None] & (k < K)[None, :])
+    tl.store(to, acc.to(held), mask=(n < N)[:, None] & (k < K)[None, :])  # [BN, BK]
 
 
 @triton.jit
@@ -92,13 +92,13 @@ def weight_grad_tiles(
         rows = tl.minimum(end - row, BR)
         a = load_rows(g_rows, row, rows, block_n * BN, BR, BN)  # [BR, BN]
         v = load_rows(x_rows, row, rows, block_k * BK, BR, BK)  # [BR, BK]
-        acc = tl.dot(tl.trans(a), v, acc)
+        acc = tl.dot(tl.trans(a), v, acc)  # [BN, BK]
     n = block_n * BN + tl.arange(0, BN)
     k = block_k * BK + tl.arange(0, BK)
     held: tl.constexpr = tl.float32 if stored.HELD else dtype
     base = expert_base(d_w, e, at_d.stride_e, held, stored.TABLE, stored.ALIGNED)
     to = base + index(n, stored.WIDE)[:, None] * at_d.stride_n + index(k, stored.WIDE)[None, :] * at_d.stride_k
-    tl.store(to, acc.to(held), mask=(n < N)[:, None] & (k < K)[None, :])
+    tl.store(to, acc.to(held), mask=(n < N)[:, None] & (k < K)[None, :])  # [BN, BK]
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def vector_grads(
         acc += v
     held: tl.constexpr = tl.float32 if stored.HELD else dtype
     base = expert_base(d_b, e, at_d.row, held, stored.TABLE, False)
-    tl.store(base + n.to(tl.int64) * at_d.col, tl.sum(acc, 0).to(held), mask=n < N)
+    tl.store(base + n.to(tl.int64) * at_d.col, tl.sum(acc, 0).to(held), mask=n < N)  # [BN]
 
 
 @triton.jit(do_not_specialize=["first", "a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7"])

@@ -1,4 +1,4 @@
-"""What the kernels with specialised warps take as constants, the layouts of what they copy, and the shared memory that it needs."""
+"""What the warp-specialised kernels take as constants, the layouts of what they copy, and the shared memory that it needs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Cut(NamedTuple):
 
 
 class PackedCut(NamedTuple):
-    """How a product with weights in few bits is cut (``hopper/packed.py``); what has the names of :class:`Cut` is the same.
+    """How a product with quantised weights is cut (``hopper/packed.py``); what has the names of :class:`Cut` is the same.
 
     BN: rows of weights of a tile, 64 for each of GROUPS. BK: 64 or 128. APART: whether a pair of inputs in a product are neighbours but
     one, as words of four bits come apart; OUT_APART: the same of what the outputs are multiplied with.

@@ -1,4 +1,4 @@
-"""Products of weights in few bits with rows of 16 bits, with specialised warps: those who multiply unpack weights in their registers.
+"""Products of quantised weights with rows of 16 bits, with specialised warps: those who multiply unpack weights in their registers.
 
 The producer and the ring are those of ``products.py``, but weights are the left operand: ``wgmma`` takes it from registers, where the words
 of a step become numbers (``words/unpack.py``). So nothing unpacked is written anywhere, and while one group of warps unpacks, the tensor
@@ -27,7 +27,7 @@ from moefuse.kernels.triton.words.unpack import unpacked
 
 @gluon.constexpr_function
 def words_layout(each, parts):
-    """Of words [4, 8, parts * 4 * each], a warp for each first index: four threads have a row of each part."""
+    """The layout of words [4, 8, parts * 4 * each], a warp for each first index: four threads have a row of each part."""
     reg = [[0, 0, i] for i in halves(each)] + [[0, 0, 4 * each * i] for i in halves(parts)]
     lane = [[0, 0, each], [0, 0, 2 * each]] + [[0, i, 0] for i in halves(8)]
     return gl.DistributedLinearLayout(reg, lane, [[1, 0, 0], [2, 0, 0]], [], [4, 8, parts * 4 * each])
@@ -35,7 +35,7 @@ def words_layout(each, parts):
 
 @gluon.constexpr_function
 def turns_layout(each, parts):
-    """Of words [4, 16, parts * 4 * each] of 8 and 8 rows by turns."""
+    """The layout of words [4, 16, parts * 4 * each] of 8 and 8 rows by turns."""
     reg = [[0, 0, i] for i in halves(each)] + [[0, 0, 4 * each * i] for i in halves(parts)] + [[0, 1, 0]]
     lane = [[0, 0, each], [0, 0, 2 * each]] + [[0, 2 * i, 0] for i in halves(8)]
     return gl.DistributedLinearLayout(reg, lane, [[1, 0, 0], [2, 0, 0]], [], [4, 16, parts * 4 * each])
@@ -43,7 +43,7 @@ def turns_layout(each, parts):
 
 @gluon.constexpr_function
 def numbers_layout(each):
-    """Of words [64, 4, each]: the rows of a product, of which a thread has two."""
+    """The layout of words [64, 4, each]: the rows of a product, of which a thread has two."""
     reg = [[0, 0, i] for i in halves(each)] + [[8, 0, 0]]
     lane = [[0, 1, 0], [0, 2, 0]] + [[i, 0, 0] for i in halves(8)]
     return gl.DistributedLinearLayout(reg, lane, [[16, 0, 0], [32, 0, 0]], [], [64, 4, each])
@@ -57,16 +57,16 @@ def words_of(words, stage, G: gl.constexpr, form: gl.constexpr, coding: gl.const
     L: gl.constexpr = words_layout(W, PARTS)
     if form.GATING == "interleaved":
         rows = words.index(stage * (cut.BN // 128) + G // 2).slice(16 * (G % 2), 16, dim=1).load(turns_layout(W, PARTS))
-        first, second = rows.reshape([4, 8, 2, PARTS * 4 * W]).permute((0, 1, 3, 2)).split()
+        first, second = rows.reshape([4, 8, 2, PARTS * 4 * W]).permute((0, 1, 3, 2)).split()  # [4, 8, PARTS * 4 * W]
     elif form.HALVES == 2:
         BLOCKS: gl.constexpr = cut.BN // 128
         at = stage * 2 * BLOCKS + G // 2
-        first = words.index(at).slice(8 * (G % 2), 8, dim=1).load(L)
-        second = words.index(at + BLOCKS).slice(8 * (G % 2), 8, dim=1).load(L)
+        first = words.index(at).slice(8 * (G % 2), 8, dim=1).load(L)  # [4, 8, PARTS * 4 * W]
+        second = words.index(at + BLOCKS).slice(8 * (G % 2), 8, dim=1).load(L)  # [4, 8, PARTS * 4 * W]
     else:
-        rows = words.index(stage * (cut.BN // 64) + G)
-        first = rows.slice(0, 8, dim=1).load(L)
-        second = rows.slice(8, 8, dim=1).load(L)
+        rows = words.index(stage * (cut.BN // 64) + G)  # [4, 16, PARTS * 4 * W]
+        first = rows.slice(0, 8, dim=1).load(L)  # [4, 8, PARTS * 4 * W]
+        second = rows.slice(8, 8, dim=1).load(L)  # [4, 8, PARTS * 4 * W]
     return gl.join(first, second).permute((0, 3, 1, 2)).reshape([64, PARTS * 4 * W])
 
 
@@ -74,7 +74,7 @@ def words_of(words, stage, G: gl.constexpr, form: gl.constexpr, coding: gl.const
 def operand_of(v, s, z, layout: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
     """The left operand [64, 64] of words [64, 4 * W], with scales and zeros [64, 4, 1] as they are held."""
     W: gl.constexpr = 16 // coding.PER
-    v = gl.convert_layout(v.reshape([64, 4, W]), numbers_layout(W), assert_trivial=True)
+    v = gl.convert_layout(v.reshape([64, 4, W]), numbers_layout(W), assert_trivial=True)  # [64, 4, W]
     w = unpacked(v, s, z, coding).reshape([64, 4, 4, 2, 2])
     if cut.APART:
         w = w.permute((0, 2, 4, 1, 3))
@@ -130,16 +130,16 @@ def numbers_of(
 @gluon.jit
 def numbers_at(place, step, at, L: gl.constexpr, BLOCK_K: gl.constexpr):
     """Scales or zeros [64, 4, 1] of 64 inputs."""
-    q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]  # [1, 4, 1]
     group = (step * 64 + q * 16) // BLOCK_K if BLOCK_K > 0 else q * 0
-    return gl.load(place + group * at.stride_k)
+    return gl.load(place + group * at.stride_k)  # [64, 4, 1]
 
 
 @gluon.jit
 def numbers_of_step(place, step, steps, at, L: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
-    """Of a step, and of its second half."""
+    """Scales or zeros [64, 4, 1] of a step's first 64 inputs, and of its second 64."""
     step = gl.minimum(step, steps - 1) * (cut.BK // 64)
-    first = numbers_at(place, step, at, L, coding.BLOCK_K)
+    first = numbers_at(place, step, at, L, coding.BLOCK_K)  # [64, 4, 1]
     second = first
     if cut.BK == 128 and coding.BLOCK_K % 128 != 0:
         second = numbers_at(place, step + 1, at, L, coding.BLOCK_K)
@@ -169,17 +169,17 @@ def multiply_packed(
         if coding.ZERO:
             next_less, next_less_2 = numbers_of_step(z, k + 1, steps, at_z, L, coding, cut)
         mbarrier.wait(ring.full.index(stage), phase)
-        v = words_of(words, stage, G, form, coding, cut)
-        x = x_bufs.index(stage * PARTS * PIECES).permute((1, 0))
+        v = words_of(words, stage, G, form, coding, cut)  # [64, PARTS * 4 * W]
+        x = x_bufs.index(stage * PARTS * PIECES).permute((1, 0))  # [64, M]
         if PARTS == 1:
             acc = warpgroup_mma(operand_of(v, by, less, layout, coding, cut), x, acc, is_async=True)
         else:
             # The second half is unpacked while the product of the first runs.
-            first, second = v.reshape([64, 2, v.type.shape[1] // 2]).permute((0, 2, 1)).split()
+            first, second = v.reshape([64, 2, v.type.shape[1] // 2]).permute((0, 2, 1)).split()  # [64, 4 * W]
             acc = warpgroup_mma(operand_of(first, by, less, layout, coding, cut), x, acc, is_async=True)
-            x = x_bufs.index(stage * PARTS * PIECES + PIECES).permute((1, 0))
+            x = x_bufs.index(stage * PARTS * PIECES + PIECES).permute((1, 0))  # [64, M]
             acc = warpgroup_mma(operand_of(second, by_2, less_2, layout, coding, cut), x, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = warpgroup_mma_wait(0, deps=(acc,))  # [64, M]
         mbarrier.arrive(ring.empty.index(stage))
         stage, phase = advance(stage, phase, STAGES)
         by, by_2, less, less_2 = next_by, next_by_2, next_less, next_less_2
@@ -197,7 +197,7 @@ def biases(lists, e, block, dtype: gl.constexpr, L: gl.constexpr, G: gl.constexp
     if form.HALVES == 2:
         base = gl.where(upper == 0, base, expert_base(lists.b_b, e, lists.at_b.bias_e, dtype, form.BIAS_TABLE, False))
         n_a = gl.where(upper == 0, n_a, n + lists.at_b.first)
-    v = gl.load(base + n_a.to(gl.int64) * lists.at_a.bias_n, mask=n_a < lists.features, other=0.0)
+    v = gl.load(base + n_a.to(gl.int64) * lists.at_a.bias_n, mask=n_a < lists.features, other=0.0)  # [64]
     return v.to(gl.float32)[:, None]
 
 
@@ -213,21 +213,21 @@ def make_packed(
     L: gl.constexpr = numbers_layout(16 // coding.PER)
     M: gl.constexpr = x_bufs.type.shape[1]
     dtype: gl.constexpr = out_rows.dtype
-    s = numbers_of(s_a, s_b, e, block, at_s, lists, coding.SCALES, L, G, form, coding, cut)
-    z = numbers_of(z_a, z_b, e, block, at_z, lists, coding.ZEROS, L, G, form, coding, cut) if coding.ZERO else s
-    acc, stage, phase = multiply_packed(x_bufs, words, ring, stage, phase, steps, s, z, at_s, at_z, G, form, coding, cut)
+    s = numbers_of(s_a, s_b, e, block, at_s, lists, coding.SCALES, L, G, form, coding, cut)  # [64, 1, 1]
+    z = numbers_of(z_a, z_b, e, block, at_z, lists, coding.ZEROS, L, G, form, coding, cut) if coding.ZERO else s  # [64, 1, 1]
+    acc, stage, phase = multiply_packed(x_bufs, words, ring, stage, phase, steps, s, z, at_s, at_z, G, form, coding, cut)  # [64, M]
     if form.BIAS:
         acc = acc + biases(lists, e, block, dtype, gl.SliceLayout(1, acc.type.layout), G, form, cut)
     acc = rounded(acc, dtype)
     if BOTH:
-        gate, upper = acc.reshape([4, 2, 8, M]).permute((0, 2, 3, 1)).split()
+        gate, upper = acc.reshape([4, 2, 8, M]).permute((0, 2, 3, 1)).split()  # [4, 8, M]
         if form.UP_FIRST:
             gate, upper = upper, gate
-        v = in_order(gated(gate, upper, lists.args[0], lists.args[1], ACT, True).to(dtype), cut.OUT_APART)
+        v = in_order(gated(gate, upper, lists.args[0], lists.args[1], ACT, True).to(dtype), cut.OUT_APART)  # [32, M]
     elif ACT != "":
-        v = in_order(pointwise(acc, ACT, True).to(dtype), cut.OUT_APART)
+        v = in_order(pointwise(acc, ACT, True).to(dtype), cut.OUT_APART)  # [64, M]
     else:
-        v = acc.to(dtype)
+        v = acc.to(dtype)  # [64, M]
     store_block(out_rows, o_bufs, v.permute((1, 0)), 0, start, rows, block * (cut.GROUPS * OUT) + G * OUT)
     return stage, phase
 
@@ -282,7 +282,7 @@ def packed_products(
     plain: gl.constexpr = gl.NVMMASharedLayout(w_a.layout.swizzle_byte_width, w_a.layout.element_bitwidth, 2)
     w_bufs = gl.allocate_shared_memory(w_a.dtype, [STAGES, cut.BN, cut.BK // form.PACK], plain)
     OUT: gl.constexpr = [1] + out_rows.block_type.shape
-    o_0 = gl.allocate_shared_memory(out_rows.dtype, OUT, out_rows.layout)
+    o_0 = gl.allocate_shared_memory(out_rows.dtype, OUT, out_rows.layout)  # [1, 1, 1, BM, 32 or 64]
     o_1 = gl.allocate_shared_memory(out_rows.dtype, OUT, out_rows.layout)
     ring = make_ring(STAGES, cut.GROUPS)
     lists = Lists(b_a, b_b, at_a, at_b, features, args)

@@ -55,17 +55,17 @@ class Lists(NamedTuple):
 def copy_weights(desc, steps, e, rows, col, k, bar, to, DESC: gl.constexpr):
     """Begin to copy weights of expert e: features from ``col``, inputs from ``k``. The forms are those of ``gemm.weight_tile``."""
     if DESC == "out-in":
-        tma.async_copy_global_to_shared(desc, [e * rows + col, k], bar, to)
+        tma.async_copy_global_to_shared(desc, [e * rows + col, k], bar, to)  # [WIDTH, BK]
     elif DESC == "in-out":
-        tma.async_copy_global_to_shared(desc, [e * rows + k, col], bar, to)
+        tma.async_copy_global_to_shared(desc, [e * rows + k, col], bar, to)  # [BK, WIDTH]
     else:
-        step = gl.load(steps + e)
+        step = gl.load(steps + e)  # []
         far, near = (step >> 30).to(gl.int32), (step & 0x3FFFFFFF).to(gl.int32)
         if DESC == "apart out-in":
-            tma.async_copy_global_to_shared(desc, [far, near, col, k], bar, to)
+            tma.async_copy_global_to_shared(desc, [far, near, col, k], bar, to)  # [1, 1, WIDTH, BK]
         else:
             gl.static_assert(DESC == "apart in-out")
-            tma.async_copy_global_to_shared(desc, [far, near, k, col], bar, to)
+            tma.async_copy_global_to_shared(desc, [far, near, k, col], bar, to)  # [1, 1, BK, WIDTH]
 
 
 @gluon.jit
@@ -106,7 +106,7 @@ def produce(
     WIDTH: gl.constexpr = cut.BN // form.HALVES
     WEIGHTS: gl.constexpr = form.HALVES * w_a.block_type.nbytes
     ROWS: gl.constexpr = PARTS * x_rows.block_type.nbytes
-    pieces = a_bufs._reinterpret(x_rows.dtype, [STAGES * PARTS * PIECES] + x_rows.block_type.shape, x_rows.layout)
+    pieces = a_bufs._reinterpret(x_rows.dtype, [STAGES * PARTS * PIECES] + x_rows.block_type.shape, x_rows.layout)  # [.., M, INPUTS]
     views = b_bufs._reinterpret(w_a.dtype, [STAGES * form.HALVES] + w_a.block_type.shape, w_a.layout)
     total = gl.load(num_tiles) * blocks
     stage = 0
@@ -145,7 +145,7 @@ def produce(
 @gluon.jit
 def with_bias(acc, bias, e, at, first, features, dtype: gl.constexpr, TABLE: gl.constexpr):
     """acc [M, N] plus the biases of N features from ``first``; nothing behind the last feature."""
-    n = first + gl.arange(0, acc.type.shape[1], gl.SliceLayout(0, acc.type.layout))
+    n = first + gl.arange(0, acc.type.shape[1], gl.SliceLayout(0, acc.type.layout))  # [N]
     base = expert_base(bias, e, at.bias_e, dtype, TABLE, False)
     v = gl.load(base + (at.first + n).to(gl.int64) * at.bias_n, mask=n < features, other=0.0)  # [N]
     return acc + v.to(gl.float32)[None, :]
@@ -165,11 +165,11 @@ def finished(acc, acc_b, e, col, lists, dtype: gl.constexpr, form: gl.constexpr)
     if form.BIAS_B:
         acc_b = with_bias(acc_b, lists.b_b, e, lists.at_b, col, lists.features, dtype, TABLE)
     if ACT == "":
-        r = acc.to(dtype)
+        r = acc.to(dtype)  # [M, W]
     elif form.GATING == "plain":
         r = pointwise(rounded(acc, dtype), ACT, True).to(dtype)
     elif form.GATING == "interleaved":
-        gate, up = rounded(acc, dtype).reshape([acc.type.shape[0], acc.type.shape[1] // 2, 2]).split()
+        gate, up = rounded(acc, dtype).reshape([acc.type.shape[0], acc.type.shape[1] // 2, 2]).split()  # [M, W]
         if form.UP_FIRST:
             gate, up = up, gate
         r = gated(gate, up, lists.args[0], lists.args[1], ACT, True).to(dtype)
@@ -188,7 +188,7 @@ def store_tile(
         store_block(desc, buffers, finished(acc, acc_b, e, col, lists, dtype, form), SLOT, start, rows, col)
     else:
         HALF: gl.constexpr = WIDTH // 2
-        left, right = columns(acc)
+        left, right = columns(acc)  # half of the columns each
         left_b, right_b = left, right
         if form.HALVES == 2:
             left_b, right_b = columns(acc_b)
@@ -203,7 +203,7 @@ def finish(acc, out_rows, lists, o_bufs, e, start, rows, block, form: gl.constex
     PARTS: gl.constexpr = cut.PARTS
     gate, up = acc, acc
     if form.HALVES == 2:
-        gate, up = columns(acc)
+        gate, up = columns(acc)  # [M, BN / 2]
     store_tile(out_rows, o_bufs, gate, up, e, start, rows, block * OUT, lists, 0, PARTS, OUT, form)
 
 
@@ -217,7 +217,7 @@ def consume_shared(
     OUT_IN: gl.constexpr = form.out_in
     STAGES: gl.constexpr = cut.STAGES
     M: gl.constexpr = cut.piece
-    pieces = a_bufs._reinterpret(a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)
+    pieces = a_bufs._reinterpret(a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)  # [STAGES * PIECES, M, BK]
     stage = 0
     phase = 0
     slot = 0
@@ -227,7 +227,7 @@ def consume_shared(
         if rows <= M * G:
             stage, phase = release(ring, stage, phase, steps, STAGES)
         else:
-            acc, stage, phase = multiply(pieces, b_bufs, ring, stage, phase, steps, False, OUT_IN, G)
+            acc, stage, phase = multiply(pieces, b_bufs, ring, stage, phase, steps, False, OUT_IN, G)  # [M, BN]
             acc = complete(acc, ring, stage, steps, STAGES)
             finish(acc, out_rows, lists, o_bufs, e, start + M * G, gl.minimum(rows - M * G, M), block, form, cut)
         slot, slot_phase = advance(slot, slot_phase, SLOTS)
@@ -243,7 +243,7 @@ def make_in_turn(
     """Multiply and store a tile that is group G's, as high as the pieces of ``a_bufs`` are; (stage, phase) behind its steps."""
     OUT_IN: gl.constexpr = form.out_in
     STAGES: gl.constexpr = cut.STAGES
-    acc, stage, phase = multiply(a_bufs, b_bufs, ring, stage, phase, steps, False, OUT_IN, 0)
+    acc, stage, phase = multiply(a_bufs, b_bufs, ring, stage, phase, steps, False, OUT_IN, 0)  # [M, BN]
     mbarrier.arrive(turn.index(1 - G))
     acc = complete(acc, ring, stage, steps, STAGES)
     finish(acc, out_rows, lists, o_bufs, e, start, rows, block, form, cut)
@@ -258,7 +258,7 @@ def consume_in_turn(
     """Group G of two that take tiles by turns."""
     STAGES: gl.constexpr = cut.STAGES
     M: gl.constexpr = cut.piece
-    pieces = a_bufs._reinterpret(a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)
+    pieces = a_bufs._reinterpret(a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)  # [STAGES * PIECES, M, BK]
     stage = 0
     phase = 0
     parity = 1 if G == 0 else 0  # the first tile is group 0's: it does not wait for its first turn
@@ -312,8 +312,8 @@ def product_tiles(
     plain: gl.constexpr = gl.NVMMASharedLayout(w_a.layout.swizzle_byte_width, 16, 2)
     a_bufs = gl.allocate_shared_memory(dtype, [STAGES, cut.BM, cut.BK], x_rows.layout)
     b_bufs = gl.allocate_shared_memory(dtype, [STAGES, cut.BN, cut.BK] if OUT_IN else [STAGES, cut.BK, cut.BN], plain)
-    o_0 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)
-    o_1 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)
+    o_0 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)  # [BUFFERS, 1, 1, rows, W]
+    o_1 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)  # [BUFFERS, 1, 1, rows, W]
     ring = make_ring(STAGES, READERS)
     lists = Lists(b_a, b_b, at_a, at_b, features, args)
     steps = (K + cut.BK - 1) // cut.BK

@@ -93,8 +93,8 @@ def make_ring(STAGES: gl.constexpr, READERS: gl.constexpr):
 def draw(counters):
     """Begin to take the next tile that no program has: what :func:`drawn` makes a number of, later, so that nobody waits for memory."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    one = lane * 0 + 1
-    return gl.atomic_add(counters + lane * 0, one, mask=lane == 0, sem="relaxed")
+    one = lane * 0 + 1  # [32]
+    return gl.atomic_add(counters + lane * 0, one, mask=lane == 0, sem="relaxed")  # [32]
 
 
 @gluon.jit
@@ -130,7 +130,7 @@ def take(ring, slot, phase):
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     i = gl.arange(0, 4, layout)
     mbarrier.wait(ring.announced.index(slot), phase)
-    note = ring.book.index(slot).load(layout)
+    note = ring.book.index(slot).load(layout)  # [4]
     first = gl.sum(gl.where(i == 0, note, 0), 0)
     second = gl.sum(gl.where(i == 1, note, 0), 0)
     third = gl.sum(gl.where(i == 2, note, 0), 0)
@@ -164,13 +164,13 @@ def multiply(a_bufs, b_bufs, ring, stage, phase, steps, A_T: gl.constexpr, B_T: 
     acc = gl.zeros([M, BN], gl.float32, layout)
     for k in range(steps):
         mbarrier.wait(ring.full.index(stage), phase)
-        a = a_bufs.index(stage * PIECES + PIECE)
-        b = b_bufs.index(stage)
+        a = a_bufs.index(stage * PIECES + PIECE)  # [M, BK], with A_T [BK, M]
+        b = b_bufs.index(stage)  # [BK, BN], with B_T [BN, BK]
         if A_T:
             a = a.permute((1, 0))
         if B_T:
             b = b.permute((1, 0))
-        acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
+        acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)  # [M, BN]
         acc = warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(ring.empty.index(before(stage, STAGES)), pred=k > 0)
         stage, phase = advance(stage, phase, STAGES)
@@ -180,7 +180,7 @@ def multiply(a_bufs, b_bufs, ring, stage, phase, steps, A_T: gl.constexpr, B_T: 
 @gluon.jit
 def complete(acc, ring, stage, steps, STAGES: gl.constexpr):
     """The sums once the last product is over, and its stage given back."""
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    acc = warpgroup_mma_wait(0, deps=(acc,))  # [M, BN]
     mbarrier.arrive(ring.empty.index(before(stage, STAGES)), pred=steps > 0)
     return acc
 
@@ -195,7 +195,7 @@ def store_block(desc, buffers, v, slot: gl.constexpr, at, rows, col):
     BUFFERS: gl.constexpr = buffers.type.shape[0]
     M: gl.constexpr = v.type.shape[0]
     tma.store_wait(BUFFERS - 1)
-    view = buffers.index(slot % BUFFERS)
+    view = buffers.index(slot % BUFFERS)  # [1, 1, rows, W]
     # What is behind M rows is not stored.
     view.reshape([buffers.type.shape[3], v.type.shape[1]]).slice(0, M, dim=0).store(v)
     fence_async_shared()
@@ -207,4 +207,4 @@ def columns(v):
     """Left and right half of v [M, N]."""
     M: gl.constexpr = v.type.shape[0]
     N: gl.constexpr = v.type.shape[1]
-    return v.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
+    return v.reshape([M, 2, N // 2]).permute(0, 2, 1).split()  # [M, N / 2]

@@ -35,19 +35,19 @@ def multiply_rounded(
     part = gl.zeros([M, BN], gl.float32, layout)
     for k in range(steps):
         if not WHOLE:
-            of_r = gl.load(from_r + k)
-            of_a = as_number(gl.load(s_a + k * at_s.stride_k), coding)
+            of_r = gl.load(from_r + k)  # [M]
+            of_a = as_number(gl.load(s_a + k * at_s.stride_k), coding)  # []
         mbarrier.wait(ring.full.index(stage), phase)
         part = warpgroup_mma(a_bufs.index(stage * PIECES + PIECE), b_bufs.index(stage).permute((1, 0)), part, use_acc=False, is_async=True)
         if form.HALVES == 2 and not WHOLE:
-            of_b = as_number(gl.load(s_b + k * at_s.stride_k), coding)
-        part = warpgroup_mma_wait(0, deps=(part,))
+            of_b = as_number(gl.load(s_b + k * at_s.stride_k), coding)  # []
+        part = warpgroup_mma_wait(0, deps=(part,))  # [M, BN]
         mbarrier.arrive(ring.empty.index(stage))
         stage, phase = advance(stage, phase, STAGES)
         if WHOLE:
             acc = acc + part
         elif form.HALVES == 2:
-            col = gl.arange(0, BN, gl.SliceLayout(0, layout))
+            col = gl.arange(0, BN, gl.SliceLayout(0, layout))  # [BN]
             acc = acc + part * (of_r[:, None] * gl.where(col < BN // 2, of_a, of_b)[None, :])
         else:
             acc = acc + part * (of_r * of_a)[:, None]
@@ -59,14 +59,14 @@ def scaled(
     acc, from_r, s_a, s_b, at_s, first_a, first_b, features, WIDTH: gl.constexpr, form: gl.constexpr, coding: gl.constexpr
 ):  # fmt: skip
     """acc [M, BN] times the scales of its rows and of its features, of which those of the two halves begin at first_a and first_b."""
-    col = gl.arange(0, acc.type.shape[1], gl.SliceLayout(0, acc.type.layout))
+    col = gl.arange(0, acc.type.shape[1], gl.SliceLayout(0, acc.type.layout))  # [BN]
     upper = col >= WIDTH
     n = gl.minimum(gl.where(upper, first_b + col - WIDTH, first_a + col), features - 1)
     at = (n // coding.BLOCK_N if coding.BLOCK_N > 0 else n * 0).to(gl.int64) * at_s.stride_n
-    s = gl.load(s_a + at)
+    s = gl.load(s_a + at)  # [BN]
     if form.HALVES == 2:
-        s = gl.where(upper, gl.load(s_b + at), s)
-    return acc * (gl.load(from_r)[:, None] * as_number(s, coding)[None, :])
+        s = gl.where(upper, gl.load(s_b + at), s)  # [BN]
+    return acc * (gl.load(from_r)[:, None] * as_number(s, coding)[None, :])  # [M, BN]
 
 
 @gluon.jit
@@ -80,8 +80,8 @@ def consume_rounded(
     WHOLE: gl.constexpr = coding.GROUP == 0
     WIDTH: gl.constexpr = cut.BN // form.HALVES
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cut.BN, 32])
-    pieces = a_bufs._reinterpret(a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)
-    r = gl.arange(0, M, gl.SliceLayout(1, layout))
+    pieces = a_bufs._reinterpret(a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)  # [STAGES * PIECES, M, BK]
+    r = gl.arange(0, M, gl.SliceLayout(1, layout))  # [M]
     stage = 0
     phase = 0
     slot = 0
@@ -92,9 +92,9 @@ def consume_rounded(
             stage, phase = release(ring, stage, phase, steps, STAGES)
         else:
             live = gl.minimum(rows - M * G, M)
-            from_r = x_scales + (start + M * G + gl.minimum(r, live - 1)).to(gl.int64) * (1 if WHOLE else steps)
-            of_a = expert_base(s_a, e.to(gl.int64), at_s.stride_e, coding.SCALES, coding.APART, False)
-            of_b = expert_base(s_b, e.to(gl.int64), at_s.stride_e, coding.SCALES, coding.APART, False)
+            from_r = x_scales + (start + M * G + gl.minimum(r, live - 1)).to(gl.int64) * (1 if WHOLE else steps)  # [M]
+            of_a = expert_base(s_a, e.to(gl.int64), at_s.stride_e, coding.SCALES, coding.APART, False)  # []
+            of_b = expert_base(s_b, e.to(gl.int64), at_s.stride_e, coding.SCALES, coding.APART, False)  # []
             if not WHOLE:
                 of_a += (first_a + block * WIDTH) // coding.BLOCK_N * at_s.stride_n
                 of_b += (first_b + block * WIDTH) // coding.BLOCK_N * at_s.stride_n
@@ -125,8 +125,8 @@ def rounded_products(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, cut.BM, cut.BK], shared)
     b_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, cut.BN, cut.BK], shared)
-    o_0 = gl.allocate_shared_memory(out_rows.dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)
-    o_1 = gl.allocate_shared_memory(out_rows.dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)
+    o_0 = gl.allocate_shared_memory(out_rows.dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)  # [BUFFERS, 1, 1, rows, W]
+    o_1 = gl.allocate_shared_memory(out_rows.dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)  # [BUFFERS, 1, 1, rows, W]
     ring = make_ring(STAGES, cut.PIECES)
     lists = Lists(b_a, b_b, at_a, at_b, features, args)
     steps = (K + cut.BK - 1) // cut.BK

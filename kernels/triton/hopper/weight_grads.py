@@ -41,7 +41,7 @@ def produce(g_rows, x_rows, offsets, a_bufs, b_bufs, ring, total, blocks_n, bloc
     M: gl.constexpr = cut.piece
     BYTES: gl.constexpr = PIECES * g_rows.block_type.nbytes + x_rows.block_type.nbytes
     g_views = a_bufs._reinterpret(g_rows.dtype, [STAGES * PIECES] + g_rows.block_type.shape, g_rows.layout)
-    x_views = b_bufs._reinterpret(x_rows.dtype, [STAGES] + x_rows.block_type.shape, x_rows.layout)
+    x_views = b_bufs._reinterpret(x_rows.dtype, [STAGES] + x_rows.block_type.shape, x_rows.layout)  # [STAGES, 1, 1, BK, BN]
     tiles = blocks_n * blocks_k
     stage = 0
     phase = 1
@@ -64,7 +64,7 @@ def produce(g_rows, x_rows, offsets, a_bufs, b_bufs, ring, total, blocks_n, bloc
             for n in gl.static_range(PIECES):
                 at = block_n * cut.BM + n * M
                 to = g_views.index(stage * PIECES + n)
-                tma.async_copy_global_to_shared(g_rows, [FAR_ROW, row + rows, FAR_ROW - rows, at], bar, to)
+                tma.async_copy_global_to_shared(g_rows, [FAR_ROW, row + rows, FAR_ROW - rows, at], bar, to)  # [1, 1, BK, M]
             tma.async_copy_global_to_shared(x_rows, [FAR_ROW, row + rows, FAR_ROW - rows, block_k * cut.BN], bar, x_views.index(stage))
             stage, phase = advance(stage, phase, STAGES)
         last, i, e, begin, end = steps, i + gl.num_programs(0), next_e, next_begin, next_end
@@ -75,17 +75,17 @@ def produce(g_rows, x_rows, offsets, a_bufs, b_bufs, ring, total, blocks_n, bloc
 
 @gluon.jit
 def store_columns(desc, buffers, v, e, n, k, SLOT: gl.constexpr, PARTS: gl.constexpr):
-    """Store v [BM, W] as the gradient's rows from n and columns from k of expert e, in PARTS blocks of columns."""
+    """Store v [M, W] as the gradient's rows from n and columns from k of expert e, in PARTS blocks of columns."""
     BUFFERS: gl.constexpr = buffers.type.shape[0]
     HALF: gl.constexpr = v.type.shape[1] // 2
     if PARTS == 1:
         tma.store_wait(BUFFERS - 1)
-        view = buffers.index(SLOT % BUFFERS)
+        view = buffers.index(SLOT % BUFFERS)  # [1, M, W]
         view.reshape(v.type.shape).store(v.to(desc.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(desc, [e, n, k], view)
     else:
-        left, right = columns(v)
+        left, right = columns(v)  # [M, HALF]
         store_columns(desc, buffers, left, e, n, k, SLOT, PARTS // 2)
         store_columns(desc, buffers, right, e, n, k + HALF, SLOT + PARTS // 2, PARTS // 2)
 
@@ -102,7 +102,7 @@ def consume_shared(d_w, a_bufs, b_bufs, o_bufs, ring, blocks_n, blocks_k, cut: g
     e, steps, _, place = take(ring, slot, slot_phase)
     while e >= 0:
         block_n, block_k = tile_order(place, blocks_n, blocks_k, cut.GROUP)
-        acc, stage, phase = multiply(a_bufs, b_bufs, ring, stage, phase, steps, True, False, G)
+        acc, stage, phase = multiply(a_bufs, b_bufs, ring, stage, phase, steps, True, False, G)  # [M, BN]
         acc = complete(acc, ring, stage, steps, STAGES)
         n = block_n * cut.BM + G * cut.piece
         store_columns(d_w, o_bufs, acc, e, n, block_k * cut.BN, 0, PARTS)
@@ -127,7 +127,7 @@ def consume_in_turn(d_w, a_bufs, b_bufs, o_bufs, ring, turn, blocks_n, blocks_k,
         block_n, block_k = tile_order(place, blocks_n, blocks_k, cut.GROUP)
         mbarrier.wait(turn.index(G), parity)
         parity ^= 1
-        acc, stage, phase = multiply(a_bufs, b_bufs, ring, stage, phase, steps, True, False, 0)
+        acc, stage, phase = multiply(a_bufs, b_bufs, ring, stage, phase, steps, True, False, 0)  # [M, BN]
         mbarrier.arrive(turn.index(1 - G))
         acc = complete(acc, ring, stage, steps, STAGES)
         store_columns(d_w, o_bufs, acc, e, block_n * cut.BM, block_k * cut.BN, 0, PARTS)
@@ -152,8 +152,8 @@ def weight_grad_products(g_rows, x_rows, d_w, offsets, total, blocks_n, blocks_k
     of_x: gl.constexpr = gl.NVMMASharedLayout(x_rows.layout.swizzle_byte_width, 16, 2)
     a_bufs = gl.allocate_shared_memory(dtype, [STAGES * cut.PIECES, cut.BK, M], of_g)
     b_bufs = gl.allocate_shared_memory(dtype, [STAGES, cut.BK, cut.BN], of_x)
-    o_0 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + d_w.block_type.shape, d_w.layout)
-    o_1 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + d_w.block_type.shape, d_w.layout)
+    o_0 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + d_w.block_type.shape, d_w.layout)  # [BUFFERS, 1, M, W]
+    o_1 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + d_w.block_type.shape, d_w.layout)  # [BUFFERS, 1, M, W]
     ring = make_ring(STAGES, READERS)
     if cut.FORM == "pingpong":
         turn = barriers(2, 1)

@@ -1,4 +1,4 @@
-"""Few tokens with weights in few bits: how their products are cut, and the launch (``words/alone.py``)."""
+"""Few tokens with quantised weights: how their products are cut, and the launch (``words/alone.py``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moefuse.ops.meaning.call import Body
 from moefuse.tuning.problem import power_of_two
 
 SLOTS = 8
-"""Of a token: each has warps of its own in the last projection."""
+"""The most slots of a token: in the last projection each slot has warps of its own."""
 
 
 class Cut(NamedTuple):

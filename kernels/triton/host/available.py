@@ -1,4 +1,4 @@
-"""Whether kernels with specialised warps can run: on Hopper, with a Triton whose Gluon they are written for."""
+"""Whether warp-specialised kernels can run: on Hopper, with a Triton whose Gluon they are written for."""
 
 from __future__ import annotations
 

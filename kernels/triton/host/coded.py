@@ -1,4 +1,4 @@
-"""The product of sorted rows with weights in few bits: what the kernel takes of an encoding, block sizes, and the launch."""
+"""The product of sorted rows with quantised weights: what the kernel takes of an encoding, block sizes, and the launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What products with specialised warps take of weights in few bits, whether their rows are rounded or not: arguments and descriptors."""
+"""What warp-specialised products take of quantised weights, whether their rows are rounded or not: arguments and descriptors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moefuse.kernels.triton.launch.record import as_value
 from moefuse.ops.meaning.call import Body
 
 Biases = tuple[Weight | None, Weight | None]
-"""Of one projection, or of gate and up."""
+"""The bias of one projection, or those of gate and up."""
 
 
 def form_of(parts: tuple[Held, Held], bias: Biases, body: Body | None) -> Form:

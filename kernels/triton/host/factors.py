@@ -16,7 +16,7 @@ from moefuse.ops.meaning.reference import accumulation_dtype, count_experts
 from moefuse.tuning.problem import Tiles, power_of_two
 
 ELEMENTS = 2048
-"""Of a block that one program copies."""
+"""Elements that one program copies."""
 
 
 def copied(factor: Lists, dtype: torch.dtype, scale: float = 1.0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows of 16 bits times weights in few bits by kernels with specialised warps (``hopper/packed.py``): which they take, and the launch."""
+"""Rows of 16 bits times quantised weights by warp-specialised kernels (``hopper/packed.py``): which they take, and the launch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEP = 64
 GROUPS = {256: 2, 128: 2, 64: 4, 32: 4, 16: 4}
 """Groups that multiply, by the rows of a tile: where these are few, sums leave registers for more of them."""
 REGISTERS = {2: 232, 4: 112}
-"""Of a thread of a group."""
+"""Registers of a thread that multiplies, by the number of groups."""
 STAGES = 4
 COPIED = 8, 256
 """Rows and inputs of a block that is copied. All blocks of the same inputs come one after the other, so tokens are read from the L2."""

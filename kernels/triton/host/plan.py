@@ -50,7 +50,7 @@ class Plan(Planned):
         self.specialised = refusal is None
         self.config = config or self._choose()
         if self.config.specialised and (refusal or not self.config.possible):
-            raise ValueError(refusal or "kernels with specialised warps have no such tiles")
+            raise ValueError(refusal or "warp-specialised kernels have no such tiles")
         self.ready = False
         self.direct: Direct | None = None
         self.known: dict[tuple[int, ...], Separate] = {}
@@ -203,7 +203,7 @@ class Plan(Planned):
 
 
 def _addresses(call: ExpertsCall, known: Sequence[int]) -> tuple[int, ...]:
-    """Of all Parameters where a list has several; else nothing."""
+    """The addresses of all Parameters where a list has several; else nothing."""
     lists = call.lists
     if max(map(len, lists)) <= 1:
         return ()

@@ -1,4 +1,4 @@
-"""The products of a plan by kernels with specialised warps (``hopper/products.py``), and which calls they take."""
+"""The products of a plan by warp-specialised kernels (``hopper/products.py``), and which calls they take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moefuse.tuning.problem import Tiles
 def refusal(plan: Planned) -> str | None:
     """Why they cannot make the products of a plan; None if they can."""
     if not available(plan.device):
-        return "kernels with specialised warps need Hopper and a Triton that they are written for"
+        return "warp-specialised kernels need Hopper and a Triton that they are written for"
     if plan.empty or not (plan.hidden and plan.inter):
         return "there is nothing to multiply"
     if plan.dtype not in DTYPES:

@@ -72,7 +72,7 @@ def up_numbers(plan: Planned, up: Vectors, terms: Sequence[tuple[Factor, Experts
 
 
 def down_numbers(plan: Planned, down: Vectors, term: tuple[Factor, Experts | None] = NO_TERM) -> dict[str, Any]:
-    """The same of ``gemv.down_vectors``."""
+    """Numbers that ``gemv.down_vectors`` takes."""
     return {
         "top_k": plan.top_k,
         "E": plan.experts,

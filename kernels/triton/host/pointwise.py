@@ -91,7 +91,10 @@ def activate_grads(
     grad: Tensor,
     bias: Weight | None,
 ) -> None:
-    """``backward.activate_grads``: what is not None of d_h, a and d_weights is written. ``bias``: of the second projection."""
+    """``backward.activate_grads`` of h [S, width] and d_a [S, I]: writes what is not None of d_h [S, width], a [S, I] and d_weights [S].
+
+    ``bias``: of the second projection.
+    """
     br, bn = blocks(how.inter, 1024 if whole(h.element_size(), how.inter) else 512)
     launch(
         backward.activate_grads,

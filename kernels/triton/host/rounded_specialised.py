@@ -1,4 +1,4 @@
-"""Products of float8 codes by kernels with specialised warps (``hopper/rounded.py``): which they take, and the launch."""
+"""Products of float8 codes by warp-specialised kernels (``hopper/rounded.py``): which they take, and the launch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUP = 128
 """Inputs of a step, which are those of a scale of rows and of weights, where it is not for all inputs."""
 ROWS = 128
 COLUMNS = 128
-"""Of a tile's sums, of both projections together."""
+"""Rows and columns of a tile; the columns are those of both projections together."""
 CUT = Cut("shared", ROWS, COLUMNS, GROUP, 8, 6, 2, 2)
 
 

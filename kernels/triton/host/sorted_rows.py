@@ -143,7 +143,7 @@ def _sort(ids: Tensor, it: Sorted, position: Tensor) -> None:
 
 
 def given(offsets: Tensor, slots: int, order: Tensor | None = None, top_k: int = 1) -> Sorted:
-    """Rows that a caller has cut into those of each expert, and perhaps sorted."""
+    """``slots`` rows that a caller has cut by offsets [E + 1] into those of each expert, and perhaps sorted: order [S]."""
     offsets = offsets.contiguous()
     return Sorted(offsets if order is None else order.contiguous(), offsets, slots, offsets.shape[0] - 1, top_k)
 

@@ -1,4 +1,4 @@
-"""Products of the grouped tier and of training by kernels with specialised warps (``hopper/``): which they take, how they are cut, and the
+"""Products of the grouped tier and of training by warp-specialised kernels (``hopper/``): which they take, how they are cut, and the
 launches; descriptors that the products of a plan share (``plan_specialised.py``)."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 LINEAR, GRADS = "shared", "pingpong"
 """The form of products with weights and of gradients of weights. Benchmarks set it."""
 ROWS = 128
-"""Of a tile; for products whose rows come in lower ones they do not pay."""
+"""Rows of a tile. Where rows come in lower tiles these kernels do not pay."""
 LEAST_ROWS = SPECIALISED_ROWS
 """Mean rows of an expert from which on they are taken. Tests set it."""
 LEAST = 64

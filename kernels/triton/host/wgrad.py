@@ -41,7 +41,10 @@ there as everywhere above (``benchmarks/wgrad_gpu.py``), 1.3 to 1.7 times as fas
 
 
 def grad_tiles(g: Tensor, x: Tensor, it: Sorted) -> tuple[int, Tiles] | None:
-    """(BN, tiles) of ``wgrad.weight_grad_tiles``, whose bn is the kernel's BK and bk its BR; None where it cannot be or does not pay."""
+    """(BN, tiles) of ``wgrad.weight_grad_tiles`` for factors g [., N] and x [., K]; None where it cannot be or does not pay.
+
+    The tiles' bn is the kernel's BK, bk its BR.
+    """
     n, k, device = g.shape[1], x.shape[1], device_of(x.device)
     if not (device.hopper and x.element_size() == 2 and whole(2, n, k) and it.mean_rows >= GRAD_ROWS and min(n, k) >= 64):
         return None
@@ -195,7 +198,7 @@ def _weight_grad_tiles(target: Weight, held: bool, g: Tensor, x: Tensor, it: Sor
 
 
 def vector_grads(v: Lists, g: Tensor, it: Sorted, *, tokens: bool = False, scale: Tensor | None = None) -> list[Tensor]:
-    """Gradients of a list of vectors: the sum of each expert's rows of g, (``scale``) times their routing weights."""
+    """Gradients [N] of a list of vectors: the sum of each expert's rows of g [., N], (``scale``) times their routing weights."""
     grads, target, instead = new_grads(v, 1)
     n = g.shape[1]
     if n:

@@ -1,4 +1,4 @@
-"""Few rows with weights in few bits: which projections are read as words, how a product is cut, and its launch (``words/products.py``)."""
+"""Few rows with quantised weights: which projections are read as words, how a product is cut, and its launch (``words/products.py``)."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def coding(held: Held, bias: Weight | None) -> Coding:
 def described(
     x: Tensor, ids: Tensor, experts: int, body: Body | None, parts: tuple[Held, Held], bias: tuple[Weight | None, Weight | None], n: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Arrays and numbers that kernels of words take of a projection to n features; without ``body`` of the last one."""
+    """Arrays and numbers for kernels of words that make n features of rows x [., K] by ids [T, top_k]; without ``body``: the last ones."""
     one, two = parts
     gating = "none" if body is None else kernel_gating(body)
     first, second = (0, 0) if body is None else first_features(body, n)

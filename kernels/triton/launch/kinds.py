@@ -80,5 +80,5 @@ def _runs(values: Iterable[Any]) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _alignments(addresses: Sequence[int]) -> Any:
-    """Of each address, or 0 for all."""
+    """What each address is beyond a multiple of 16; 0 if none is."""
     return tuple([address & 15 for address in addresses]) if any(address & 15 for address in addresses) else 0

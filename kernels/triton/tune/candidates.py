@@ -24,16 +24,16 @@ BOUNDS: dict[str, tuple[int, int]] = {
 """Smallest and largest value worth trying of the settings that are known; others go from 1 to :data:`LARGE`."""
 LARGE = 1024
 LEAST_ROWS = 24
-"""Mean rows of an expert from which on kernels with specialised warps, whose tiles are high, are tried."""
+"""Mean rows of an expert from which on warp-specialised kernels, whose tiles are high, are tried."""
 SPECIALISED = ("bn", "stages", "group", "store")
-"""What kernels with specialised warps read of their tiles."""
+"""What warp-specialised kernels read of their tiles."""
 FEW_SLOTS = 64
 """Up to so many slots the vector kernels are a candidate."""
 
 
 def starts(p: Problem, device: Device, current: Config, specialised: bool = False) -> list[Config]:
     """Where a search begins: what the call takes now, the nearest entries of the table, the rules, and each height of tiles in its usual
-    forms, with ``specialised`` those of kernels with specialised warps too. The first is ``current``."""
+    forms, with ``specialised`` those of warp-specialised kernels too. The first is ``current``."""
     entries = [(q, c) for q, c in table(device.name, specialised) if q.form == p.form]
     near = [c for q, c in sorted(entries, key=lambda e: p.distance(e[0]))[:NEAR]]
     found = [current, *near, rules(p, device.hopper), *(_specialised(p) if specialised else ())]
@@ -81,7 +81,7 @@ def forms(p: Problem, bm: int, hopper: bool) -> Iterator[Config]:
 
 
 def _specialised(p: Problem) -> Iterator[Config]:
-    """The usual forms of kernels with specialised warps, and each form of the first beside the other of the second."""
+    """The usual forms of warp-specialised kernels, and each form of the first beside the other of the second."""
     if p.rows < LEAST_ROWS:
         return
     shared, turns = (specialised_tiles(p, 128, form) for form in ("shared", "pingpong"))

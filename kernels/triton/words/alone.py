@@ -1,4 +1,4 @@
-"""Few tokens times weights in few bits: a warp has the weights of *part* of a sum, so nothing waits for many steps of it.
+"""Few tokens times quantised weights: a warp has the weights of *part* of a sum, so nothing waits for many steps of it.
 
 Words, and how they become the left operand, are those of ``products.py``. A program has 16 features, and a warp all of these for one
 part: of a first projection parts are pieces of the inputs of one slot, of the last one the slots of a token (in pieces where warps are left
@@ -26,7 +26,7 @@ from moefuse.kernels.triton.words.unpack import as_number, unpacked
 
 @gluon.constexpr_function
 def shared_layout(steps, each, warps):
-    """Of inputs [warps, steps, LANES, owners, each, columns]: a thread has one column."""
+    """The layout of inputs [warps, steps, LANES, owners, each, columns]: a thread has one column."""
     reg = [[0, 0, 0, 0, i, 0] for i in halves(each)] + [[0, 0, 0, i, 0, 0] for i in halves(8)]
     reg = reg + [[0, i, 0, 0, 0, 0] for i in halves(steps)]
     lane = [[0, 0, i, 0, 0, 0] for i in halves(4)] + [[0, 0, 0, 0, 0, i] for i in halves(8)]
@@ -36,7 +36,7 @@ def shared_layout(steps, each, warps):
 
 @gluon.constexpr_function
 def piece_layout(slots, pieces, both):
-    """Of sums [slots, pieces, 16]: pieces are in one thread, and of gate and up both."""
+    """The layout of sums [slots, pieces, 16]: pieces are in one thread, and of gate and up both."""
     reg = [[0, i, 0] for i in halves(pieces)] + ([[0, 0, 8]] if both else [])
     lane = [[0, 0, i] for i in halves(8 if both else 16)]
     lane = lane + [[0, 0, 0]] * (5 - len(lane))
@@ -46,7 +46,7 @@ def piece_layout(slots, pieces, both):
 
 @gluon.constexpr_function
 def slot_layout(slots, warps):
-    """Of sums [slots, 16]: slots are in one thread."""
+    """The layout of sums [slots, 16]: slots are in one thread."""
     lane = [[0, i] for i in halves(16)] + [[0, 0]]
     return gl.DistributedLinearLayout([[i, 0] for i in halves(slots)], lane, [[0, 0] for i in halves(warps)], [], [slots, 16])
 
@@ -55,7 +55,7 @@ def slot_layout(slots, warps):
 def load_weights(from_w, from_s, from_z, at_s, at_z, first, live, K, EVEN: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
     """Words [BN, STEPS, LANES, WORDS] from step ``first`` of each row on, scales and zeros; nothing of rows that are not live.
 
-    Scales [BN, 1, 1, 1] where all of these words have one, [BN] of rounded rows, else one for each 16 bytes.
+    Scales [BN] where all of these words have one, else [BN, STEPS, LANES, 1]: one for each 16 bytes.
     """
     WARPS: gl.constexpr = gl.num_warps()
     PER: gl.constexpr = coding.PER
@@ -63,14 +63,14 @@ def load_weights(from_w, from_s, from_z, at_s, at_z, first, live, K, EVEN: gl.co
     STEP: gl.constexpr = 16 * PER
     ONE: gl.constexpr = coding.BLOCK_K % (cut.STEPS * STEP) == 0
     quarters = K // (4 * PER)
-    c = gl.arange(0, cut.STEPS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
-    t = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
-    i = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
-    q = (first[:, None, None, None] + c) * 4 + t
+    c = gl.arange(0, cut.STEPS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]  # [1, STEPS, 1, 1]
+    t = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]  # [1, 1, LANES, 1]
+    i = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]  # [1, 1, 1, WORDS]
+    q = (first[:, None, None, None] + c) * 4 + t  # [BN, STEPS, LANES, 1]
     inside = live[:, None, None, None]
     if not EVEN:
         inside = inside & (q < quarters)
-    v = gl.load((from_w + first * 16)[:, None, None, None] + (c * 16 + t * 4 + i), mask=inside, other=0)
+    v = gl.load((from_w + first * 16)[:, None, None, None] + (c * 16 + t * 4 + i), mask=inside, other=0)  # [BN, STEPS, LANES, WORDS]
     if ONE:
         group = first * STEP // coding.BLOCK_K if coding.BLOCK_K > 0 else first * 0
         some = live if EVEN else live & (first * 4 < quarters)
@@ -78,34 +78,34 @@ def load_weights(from_w, from_s, from_z, at_s, at_z, first, live, K, EVEN: gl.co
         from_s, from_z = from_s[:, None, None, None], from_z[:, None, None, None]
         group = q * (4 * PER) // coding.BLOCK_K
         some = inside
-    s = gl.load(from_s + group * at_s.stride_k, mask=some, other=0)
-    z = gl.load(from_z + group * at_z.stride_k, mask=some, other=0) if coding.ZERO else s
+    s = gl.load(from_s + group * at_s.stride_k, mask=some, other=0)  # [BN], or [BN, STEPS, LANES, 1]
+    z = gl.load(from_z + group * at_z.stride_k, mask=some, other=0) if coding.ZERO else s  # as s
     return v, s, z
 
 
 @gluon.jit
 def load_tokens(from_x, first, live, K, EVEN: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
-    """Inputs [WARPS, STEPS, LANES, 1, EACH, 8] from step ``first`` of each part on: what a thread has of the products of a step."""
+    """Inputs [WARPS, STEPS, LANES, EACH, 8] from step ``first`` of each part on: what a thread has of the products of a step."""
     WARPS: gl.constexpr = gl.num_warps()
     PER: gl.constexpr = coding.PER
     EACH: gl.constexpr = 4 if coding.GROUP else PER // 2
     STEPS: gl.constexpr = cut.STEPS // 2 if coding.GROUP else cut.STEPS
     L: gl.constexpr = gl.SliceLayout(3, shared_layout(STEPS, EACH, WARPS))
     L4: gl.constexpr = gl.SliceLayout(4, L)
-    c = gl.arange(0, STEPS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L4))))[None, :, None, None, None]
-    t = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L4))))[None, None, :, None, None]
-    v = gl.arange(0, EACH, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L4))))[None, None, None, :, None]
+    c = gl.arange(0, STEPS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L4))))[None, :, None, None, None]  # [1, STEPS, 1, 1, 1]
+    t = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L4))))[None, None, :, None, None]  # [1, 1, LANES, 1, 1]
+    v = gl.arange(0, EACH, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L4))))[None, None, None, :, None]  # [1, 1, 1, EACH, 1]
     j = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))))[None, None, None, None, :]
     if coding.GROUP:  # a column has a word of the eight in 128 inputs
-        k = c * 128 + j // 4 * 64 + t * 16 + j % 4 * 4 + v
+        k = c * 128 + j // 4 * 64 + t * 16 + j % 4 * 4 + v  # [1, STEPS, LANES, EACH, 8]
     else:  # and here half of one of four
-        k = c * (16 * PER) + t * (4 * PER) + j * EACH + v
+        k = c * (16 * PER) + t * (4 * PER) + j * EACH + v  # as above
     LW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L4)))
-    first = gl.convert_layout(first * (16 * PER), LW, assert_trivial=True)[:, None, None, None, None]
+    first = gl.convert_layout(first * (16 * PER), LW, assert_trivial=True)[:, None, None, None, None]  # [WARPS, 1, 1, 1, 1]
     inside = gl.convert_layout(live, LW, assert_trivial=True)[:, None, None, None, None]
     if not EVEN:
         inside = inside & (first + k < K)
-    from_x = gl.convert_layout(from_x, LW, assert_trivial=True)[:, None, None, None, None]
+    from_x = gl.convert_layout(from_x, LW, assert_trivial=True)[:, None, None, None, None]  # [WARPS, 1, 1, 1, 1]
     return gl.load(from_x + (first + k), mask=inside, other=1.0 if coding.GROUP else 0.0)  # a group of zeros may have no codes
 
 
@@ -121,10 +121,10 @@ def packed(x, STEPS: gl.constexpr, CROSSED: gl.constexpr):
     WARPS: gl.constexpr = gl.num_warps()
     BYTES: gl.constexpr = x.dtype.primitive_bitwidth == 8
     MORE: gl.constexpr = 1 if BYTES else x.type.shape[3] // 2
-    x = x.permute((0, 1, 2, 4, 3))
+    x = x.permute((0, 1, 2, 4, 3))  # [WARPS, STEPS, LANES, 8, EACH]
     if BYTES:
         even, odd = x.to(gl.uint8, bitcast=True).to(gl.int32).reshape([WARPS, STEPS, 4, 8, 1, 2, 2]).split()
-        a, c = even.split()
+        a, c = even.split()  # [WARPS, STEPS, LANES, 8, 1]
         b, d = odd.split()
         v = a | (b << 8) | (c << 16) | (d << 24)
     else:
@@ -133,7 +133,7 @@ def packed(x, STEPS: gl.constexpr, CROSSED: gl.constexpr):
             x = x.reshape([WARPS, STEPS, 4, 8, 2, MORE]).permute((0, 1, 2, 3, 5, 4))
         else:
             x = x.reshape([WARPS, STEPS, 4, 8, MORE, 2])
-        low, high = x.split()
+        low, high = x.split()  # [WARPS, STEPS, LANES, 8, MORE]
         v = low | (high << 16)
     return v
 
@@ -144,18 +144,18 @@ def columns_of(x, mma: gl.constexpr, STEPS: gl.constexpr, PER: gl.constexpr, CRO
     WARPS: gl.constexpr = gl.num_warps()
     BYTES: gl.constexpr = x.dtype.primitive_bitwidth == 8
     AT: gl.constexpr = STEPS // 2 if BYTES else STEPS
-    v = packed(x, AT, CROSSED)
+    v = packed(x, AT, CROSSED)  # [WARPS, AT, LANES, 8, MORE]
     MORE: gl.constexpr = v.type.shape[4]
     L: gl.constexpr = shared_layout(AT, MORE, WARPS)
     v = gl.convert_layout(v.permute((0, 1, 2, 4, 3)), gl.SliceLayout(3, L), assert_trivial=True).expand_dims(3)
     j = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, L))))))
     g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, gl.SliceLayout(5, L))))))
-    v = gl.where(g[None, None, None, :, None, None] == j[None, None, None, None, None, :], v, 0)
+    v = gl.where(g[None, None, None, :, None, None] == j[None, None, None, None, None, :], v, 0)  # [WARPS, AT, LANES, 8, MORE, 8]
     if BYTES:  # owners are (step, word)
         even = gl.join(v.to(gl.int8), (v >> 16).to(gl.int8))
         odd = gl.join((v >> 8).to(gl.int8), (v >> 24).to(gl.int8))
         b = gl.join(even, odd).to(gl.float8e4nv, bitcast=True).reshape([WARPS, AT, 4, 2, 4, 8, 4])
-        b = b.permute((0, 1, 3, 4, 2, 6, 5))
+        b = b.permute((0, 1, 3, 4, 2, 6, 5))  # [WARPS, AT, 2, WORDS, LANES, 4, 8]
     else:  # (word, half)
         b = gl.join(v.to(gl.int16), (v >> 16).to(gl.int16)).to(gl.bfloat16, bitcast=True)
         b = b.permute((0, 1, 2, 3, 4, 6, 5)).reshape([WARPS, STEPS, 4, 4, PER, 8]).permute((0, 1, 3, 2, 4, 5))
@@ -169,12 +169,12 @@ def row_tops(from_x, live, K, cut: gl.constexpr):
     TOPS: gl.constexpr = cut.TOPS
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     LW: gl.constexpr = gl.SliceLayout(1, L)
-    from_x = gl.convert_layout(from_x, LW, assert_trivial=True)[:, None]
+    from_x = gl.convert_layout(from_x, LW, assert_trivial=True)[:, None]  # [WARPS, 1]
     live = gl.convert_layout(live, LW, assert_trivial=True)
-    k = gl.arange(0, 256, gl.SliceLayout(0, L))[None, :]
+    k = gl.arange(0, 256, gl.SliceLayout(0, L))[None, :]  # [1, 256]
     top = gl.zeros([WARPS, 256], gl.float32, L)
     for i in gl.static_range(TOPS):
-        v = gl.load(from_x + (k + i * 256), mask=live[:, None] & (k + i * 256 < K), other=0.0)
+        v = gl.load(from_x + (k + i * 256), mask=live[:, None] & (k + i * 256 < K), other=0.0)  # [WARPS, 256]
         top = larger(top, gl.abs(v.to(gl.float32)))
     return gl.where(live, gl.reduce(top, 1, larger), 1.0)
 
@@ -189,23 +189,23 @@ def add_product(acc, v, s, z, x, tops, mma: gl.constexpr, coding: gl.constexpr, 
     if coding.GROUP:
         x = x.to(gl.float32)
         if not coding.WHOLE:
-            tops = gl.reduce(gl.reduce(gl.reduce(gl.reduce(gl.abs(x), 3, larger), 3, larger), 2, larger), 1, larger)
-        by, divisor = scale_and_divisor(tops, coding)
+            tops = gl.reduce(gl.reduce(gl.reduce(gl.reduce(gl.abs(x), 3, larger), 3, larger), 2, larger), 1, larger)  # [WARPS]
+        by, divisor = scale_and_divisor(tops, coding)  # [WARPS]
         LX: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, x.type.layout))))
         far = gl.convert_layout(divisor, LX, assert_trivial=True)
         x = as_codes(quotient(x, far[:, None, None, None, None]), coding)
-        a = codes_in(v).reshape([WARPS, 16, STEPS * 64])
+        a = codes_in(v).reshape([WARPS, 16, STEPS * 64])  # [WARPS, 16, K]
         a = gl.convert_layout(a, LEFT, assert_trivial=True)
-        products = mma_v2(a, columns_of(x, mma, STEPS, PER, False), gl.zeros_like(acc))
-        of = gl.convert_layout(as_number(s, coding).reshape([WARPS, 16]), gl.SliceLayout(2, mma), assert_trivial=True)
-        by = gl.convert_layout(by, gl.SliceLayout(1, gl.SliceLayout(2, mma)), assert_trivial=True)
+        products = mma_v2(a, columns_of(x, mma, STEPS, PER, False), gl.zeros_like(acc))  # [WARPS, 16, 8]
+        of = gl.convert_layout(as_number(s, coding).reshape([WARPS, 16]), gl.SliceLayout(2, mma), assert_trivial=True)  # [WARPS, 16]
+        by = gl.convert_layout(by, gl.SliceLayout(1, gl.SliceLayout(2, mma)), assert_trivial=True)  # [WARPS]
         acc = acc + products * (of * by[:, None])[:, :, None]
     else:
         if len(s.shape) == 1:
             s, z = s[:, None, None, None], z[:, None, None, None]
         CROSSED: gl.constexpr = crossed(coding)
         a = in_order(unpacked(v, s, z, coding, CROSSED), STEPS, PER).reshape([WARPS, 16, STEPS * 16 * PER])
-        acc = mma_v2(gl.convert_layout(a, LEFT, assert_trivial=True), columns_of(x, mma, STEPS, PER, CROSSED), acc)
+        acc = mma_v2(gl.convert_layout(a, LEFT, assert_trivial=True), columns_of(x, mma, STEPS, PER, CROSSED), acc)  # [WARPS, 16, 8]
     return acc
 
 
@@ -278,52 +278,52 @@ def lone_rows(
     block, token = gl.program_id(0), gl.program_id(2)
     which = token if SUM else token * top_k + gl.program_id(1)
     LY: gl.constexpr = gl.SliceLayout(1, piece_layout(SLOTS, PIECES, BOTH))
-    part = gl.arange(0, WARPS, LP)
-    r = gl.arange(0, 16 * WARPS, LR)
-    n, upper = features_of(r % 16, block, N, 16, form)
+    part = gl.arange(0, WARPS, LP)  # [WARPS]
+    r = gl.arange(0, 16 * WARPS, LR)  # [16 * WARPS]
+    n, upper = features_of(r % 16, block, N, 16, form)  # [16 * WARPS]
     if SUM:
         alive = top_k > 0
         slot = part // PIECES
         e = gl.load(ids + which.to(gl.int64) * at_ids.row + slot.to(gl.int64) * at_ids.col, mask=slot < top_k, other=-1).to(gl.int64)
-        live_x = (e >= 0) & (e < E)
-        live = row_values(live_x, LR)
-        from_x = x + (which * top_k + slot).to(gl.int64) * at_x.row
-        of = row_values(gl.where(live_x, e, 0), LR)
+        live_x = (e >= 0) & (e < E)  # [WARPS]
+        live = row_values(live_x, LR)  # [16 * WARPS]
+        from_x = x + (which * top_k + slot).to(gl.int64) * at_x.row  # [WARPS]
+        of = row_values(gl.where(live_x, e, 0), LR)  # [16 * WARPS]
     else:
         of = gl.load(ids + token.to(gl.int64) * at_ids.row + gl.program_id(1).to(gl.int64) * at_ids.col).to(gl.int64)
         alive = (of >= 0) & (of < E)
         of = gl.where(alive, of, 0)
-        live_x = (part >= 0) & alive
-        live = (r >= 0) & alive
-        from_x = x + token.to(gl.int64) * at_x.row + part * 0
+        live_x = (part >= 0) & alive  # [WARPS]
+        live = (r >= 0) & alive  # [16 * WARPS]
+        from_x = x + token.to(gl.int64) * at_x.row + part * 0  # [WARPS]
     from_w, from_s, from_z = weight_rows(w_a, w_b, s_a, s_b, z_a, z_b, of, n, upper, at_w, at_s, at_z, first_b, form, coding)
     step, step_x = r // 16 % PIECES * cut.STEPS, part % PIECES * cut.STEPS
     own = of
     if SUM:
-        own = slot_ids(ids, token, top_k, E, at_ids, SLOTS, LY)
+        own = slot_ids(ids, token, top_k, E, at_ids, SLOTS, LY)  # [SLOTS]
         slot = gl.arange(0, SLOTS, gl.SliceLayout(1, LY))
         by = gl.load(weights + token.to(gl.int64) * at_weights.row + slot.to(gl.int64) * at_weights.col, mask=own >= 0, other=0.0)
     if coding.BIAS:
         n, upper = features_of(gl.arange(0, 16, gl.SliceLayout(0, LY)), block, N, 16, form)
         at_bias = gl.where(own < 0, 0, own)[:, None] if SUM else of
-        bias = biases(b_a, b_b, at_bias, n[None, :], upper[None, :], at_w, first_b, dtype, form, coding)
+        bias = biases(b_a, b_b, at_bias, n[None, :], upper[None, :], at_w, first_b, dtype, form, coding)  # [SLOTS or 1, 16]
     given, tokens, tops = first_loads(from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, LATE, coding, cut)
     gl.thread_barrier()
     if not alive:
         return
     y = part_sums(given, tokens, tops, from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, mma, coding, cut)
-    y = gl.sum(gl.convert_layout(y.reshape([SLOTS, PIECES, 16]), piece_layout(SLOTS, PIECES, BOTH)), 1)
+    y = gl.sum(gl.convert_layout(y.reshape([SLOTS, PIECES, 16]), piece_layout(SLOTS, PIECES, BOTH)), 1)  # [SLOTS, 16]
     if coding.BIAS:
         y = y + bias
     y = rounded(y, dtype)
     if SUM:
         y = gl.where((own >= 0)[:, None], y * by.to(gl.float32)[:, None], 0.0)
-        y = gl.sum(gl.convert_layout(y, slot_layout(SLOTS, WARPS)), 0)
+        y = gl.sum(gl.convert_layout(y, slot_layout(SLOTS, WARPS)), 0)  # [16]
         f = block * 16 + gl.arange(0, 16, y.type.layout)
     else:
         y = y.reshape([16])
         if BOTH:
-            gate, up = y.reshape([2, 8]).permute((1, 0)).split()
+            gate, up = y.reshape([2, 8]).permute((1, 0)).split()  # [8]
             if form.UP_FIRST:
                 gate, up = up, gate
             y = gated(gate, up, args[0], args[1], ACT, True)
@@ -331,7 +331,7 @@ def lone_rows(
         else:
             y = pointwise(y, ACT, True)
             f = block * 16 + gl.arange(0, 16, y.type.layout)
-    gl.store(out + which.to(gl.int64) * N + f, y.to(out.dtype.element_ty), mask=f < N)
+    gl.store(out + which.to(gl.int64) * N + f, y.to(out.dtype.element_ty), mask=f < N)  # [16], of both [8]
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Few rows times weights in few bits, on tensor cores: weights are the left operand, unpacked in the registers where these read them.
+"""Few rows times quantised weights, on tensor cores: weights are the left operand, unpacked in the registers where these read them.
 
 A program makes 16 features per warp of up to COLS rows of one expert. Four threads have a row of weights, each 16 bytes of every 64, so
 the order of the inputs in a product is not that of memory but (64 bytes, word, thread, code): tokens are read in the same order, and a sum
@@ -30,7 +30,7 @@ def halves(n):
 
 @gluon.constexpr_function
 def weight_layout(steps, warps, high):
-    """Of words [16 * warps * high, steps, LANES, WORDS]."""
+    """The layout of words [16 * warps * high, steps, LANES, WORDS]."""
     reg = [[0, 0, 0, i] for i in halves(4)] + [[8, 0, 0, 0]] + [[0, i, 0, 0] for i in halves(steps)]
     reg = reg + [[16 * warps * i, 0, 0, 0] for i in halves(high)]
     lane = [[0, 0, i, 0] for i in halves(4)] + [[i, 0, 0, 0] for i in halves(8)]
@@ -39,7 +39,7 @@ def weight_layout(steps, warps, high):
 
 @gluon.constexpr_function
 def token_layout(cols, steps, each, warps):
-    """Of inputs [cols, steps, LANES, each]: every warp has all."""
+    """The layout of inputs [cols, steps, LANES, each]: every warp has all."""
     reg = [[0, 0, 0, i] for i in halves(each)] + [[0, i, 0, 0] for i in halves(steps)] + [[i, 0, 0, 0] for i in halves(cols) if i >= 8]
     lane = [[0, 0, i, 0] for i in halves(4)] + [[i, 0, 0, 0] for i in halves(8)]
     return gl.DistributedLinearLayout(reg, lane, [[0, 0, 0, 0] for i in halves(warps)], [], [cols, steps, 4, each])
@@ -74,17 +74,17 @@ def load_step(from_w, from_s, from_z, at_s, at_z, step, quarters, coding: gl.con
     L: gl.constexpr = from_w.type.layout
     L3: gl.constexpr = from_s.type.layout
     BLOCK_K: gl.constexpr = coding.BLOCK_K
-    c = step + gl.arange(0, cut.STEPS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
-    t = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
-    i = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
+    c = step + gl.arange(0, cut.STEPS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]  # [1, STEPS, 1, 1]
+    t = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]  # [1, 1, LANES, 1]
+    i = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]  # [1, 1, 1, WORDS]
     place = from_w + (c * 16 + t * 4 + i)
     q = (step + gl.arange(0, cut.STEPS, gl.SliceLayout(0, gl.SliceLayout(2, L3)))[None, :, None]) * 4
-    q += gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L3)))[None, None, :]
+    q += gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L3)))[None, None, :]  # [1, STEPS, LANES]
     group = q * (4 * coding.PER) // BLOCK_K if BLOCK_K > 0 else q * 0
-    v = gl.load(place, mask=c * 4 + t < quarters, other=0)
+    v = gl.load(place, mask=c * 4 + t < quarters, other=0)  # [BN, STEPS, LANES, WORDS]
     inside = q < quarters
-    s = gl.load(from_s + group * at_s.stride_k, mask=inside, other=0)
-    z = gl.load(from_z + group * at_z.stride_k, mask=inside, other=0) if coding.ZERO else s
+    s = gl.load(from_s + group * at_s.stride_k, mask=inside, other=0)  # [BN, STEPS, LANES]
+    z = gl.load(from_z + group * at_z.stride_k, mask=inside, other=0) if coding.ZERO else s  # as s
     return v, s, z
 
 
@@ -107,10 +107,10 @@ def sums(w, s, z, at_s, at_z, from_x, live, K, LATE: gl.constexpr, mma: gl.const
     after_previous(LATE)
     for step in range(0, steps, STEPS):
         inside = live if cut.EVEN else live & (k < K - step * (16 * PER))
-        x = gl.load(from_x + (k + step * (16 * PER)), mask=inside, other=0.0)
+        x = gl.load(from_x + (k + step * (16 * PER)), mask=inside, other=0.0)  # [COLS, STEPS, LANES, 4 * PER]
         next_v, next_by, next_less = load_step(w, s, z, at_s, at_z, step + STEPS, quarters, coding, cut)
-        a = weights_of(v, by.expand_dims(3), less.expand_dims(3), mma, coding)
-        acc = mma_v2(a, tokens_of(x, mma, PER), acc)
+        a = weights_of(v, by.expand_dims(3), less.expand_dims(3), mma, coding)  # [BN, STEPS * 16 * PER]
+        acc = mma_v2(a, tokens_of(x, mma, PER), acc)  # [BN, COLS]
         v, by, less = next_v, next_by, next_less
     return acc
 
@@ -135,15 +135,15 @@ def rounded_sums(
     LX: gl.constexpr = token_layout(cut.COLS, 2, 16, WARPS)
     k = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LX))))[None, :, None, None] * 64
     k += gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LX))))[None, None, :, None] * 16
-    k += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LX))))[None, None, None, :]
+    k += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LX))))[None, None, None, :]  # [1, 2, LANES, 16]
     BN: gl.constexpr = 16 * WARPS * cut.HIGH
     COLS: gl.constexpr = cut.COLS
     acc = gl.zeros([BN, COLS], gl.float32, mma)
-    v = load_group(w, 0, K, cut)
+    v = load_group(w, 0, K, cut)  # [BN, STEPS, LANES, WORDS]
     after_previous(LATE)
     for group in range(0, K // 128, cut.STEPS // 2):
         following = load_group(w, group + cut.STEPS // 2, K, cut)
-        acc = add_groups(acc, v, group, s, at_s, from_x + k, from_r, live, alive, K, mma, coding, cut.STEPS)
+        acc = add_groups(acc, v, group, s, at_s, from_x + k, from_r, live, alive, K, mma, coding, cut.STEPS)  # [BN, COLS]
         v = following
     return acc
 
@@ -153,9 +153,9 @@ def load_group(from_w, group, K, cut: gl.constexpr):
     """Words of STEPS times 64 bytes of each row from 128 * ``group`` on; zeros behind the last."""
     L: gl.constexpr = from_w.type.layout
     c = group * 2 + gl.arange(0, cut.STEPS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
-    t = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
-    i = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
-    return gl.load(from_w + (c * 16 + t * 4 + i), mask=c < K // 64, other=0)
+    t = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]  # [1, 1, LANES, 1]
+    i = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]  # [1, 1, 1, WORDS]
+    return gl.load(from_w + (c * 16 + t * 4 + i), mask=c < K // 64, other=0)  # [BN, STEPS, LANES, WORDS]
 
 
 @gluon.jit
@@ -163,18 +163,18 @@ def add_groups(acc, v, group, s, at_s, from_x, from_r, live, alive, K, mma: gl.c
     """acc plus the products of STEPS / 2 groups from ``group`` on, each with the scales of its block and of its rows."""
     if STEPS == 2:
         inside = group < K // 128
-        codes = gl.load(from_x + group * 128, mask=live & inside, other=0).to(gl.float8e4nv, bitcast=True)
+        codes = gl.load(from_x + group * 128, mask=live & inside, other=0).to(gl.float8e4nv, bitcast=True)  # [COLS, 2, LANES, 16]
         scale: gl.constexpr = 0 if coding.WHOLE else 1
-        by = gl.load(from_r + group * scale, mask=alive & inside, other=0.0)
-        of = gl.load(s + group * scale * at_s.stride_k, mask=inside, other=0)
+        by = gl.load(from_r + group * scale, mask=alive & inside, other=0.0)  # [COLS]
+        of = gl.load(s + group * scale * at_s.stride_k, mask=inside, other=0)  # [BN]
         of = as_number(of, coding)
-        w = gl.convert_layout(codes_in(v), gl.DotOperandLayout(0, mma, 4))
-        products = mma_v2(w, tokens_of(codes, mma, 4), gl.zeros_like(acc))
+        w = gl.convert_layout(codes_in(v), gl.DotOperandLayout(0, mma, 4))  # [BN, 128]
+        products = mma_v2(w, tokens_of(codes, mma, 4), gl.zeros_like(acc))  # [BN, COLS]
         acc = acc + products * (of[:, None] * by[None, :])
     else:
         BN: gl.constexpr = v.type.shape[0]
         HALF: gl.constexpr = STEPS // 2
-        first, second = v.reshape([BN, 2, HALF, 4, 4]).permute((0, 2, 3, 4, 1)).split()
+        first, second = v.reshape([BN, 2, HALF, 4, 4]).permute((0, 2, 3, 4, 1)).split()  # [BN, HALF, LANES, WORDS]
         acc = add_groups(acc, first, group, s, at_s, from_x, from_r, live, alive, K, mma, coding, HALF)
         acc = add_groups(acc, second, group + HALF // 2, s, at_s, from_x, from_r, live, alive, K, mma, coding, HALF)
     return acc
@@ -242,9 +242,9 @@ def word_tiles(
         if tile >= gl.load(num_tiles):
             after_previous(LATE)
             return
-        e = gl.load(tiles + tile).to(gl.int64)
-        start = gl.load(tiles + max_tiles + tile)
-        count = gl.load(offsets + e + 1).to(gl.int32) - start
+        e = gl.load(tiles + tile).to(gl.int64)  # []
+        start = gl.load(tiles + max_tiles + tile)  # []
+        count = gl.load(offsets + e + 1).to(gl.int32) - start  # []
     else:
         e = gl.load(ids + (tile // top_k).to(gl.int64) * at_ids.row + (tile % top_k).to(gl.int64) * at_ids.col).to(gl.int64)
         start = tile
@@ -254,34 +254,34 @@ def word_tiles(
             return
     block = gl.program_id(0)
     L: gl.constexpr = weight_layout(cut.STEPS, WARPS, cut.HIGH)
-    r = gl.arange(0, BN, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    r = gl.arange(0, BN, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))  # [BN]
     n, upper = features_of(r, block, N, BN, form)
     from_w, from_s, from_z = weight_rows(w_a, w_b, s_a, s_b, z_a, z_b, e, n, upper, at_w, at_s, at_z, first_b, form, coding)
-    from_w = from_w[:, None, None, None]
-    col = gl.arange(0, COLS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LX))))
+    from_w = from_w[:, None, None, None]  # [BN, 1, 1, 1]
+    col = gl.arange(0, COLS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LX))))  # [COLS]
     live = col < count
     slot = start + col
     if cut.SORTED:
-        slot = gl.load(order + slot, mask=live, other=0).to(gl.int32)
+        slot = gl.load(order + slot, mask=live, other=0).to(gl.int32)  # [COLS]
     row = slot if form.GATING == "none" else slot // top_k
-    from_x = (x + row.to(gl.int64) * at_x.row)[:, None, None, None]
+    from_x = (x + row.to(gl.int64) * at_x.row)[:, None, None, None]  # [COLS, 1, 1, 1]
     if coding.GROUP:
         LA: gl.constexpr = gl.SliceLayout(1, mma)
         LR: gl.constexpr = gl.SliceLayout(0, mma)
-        blocks = gl.convert_layout(from_s, LA)
-        from_r = x_scales + gl.convert_layout(row, LR).to(gl.int64) * (1 if coding.WHOLE else K // 128)
+        blocks = gl.convert_layout(from_s, LA)  # [BN]
+        from_r = x_scales + gl.convert_layout(row, LR).to(gl.int64) * (1 if coding.WHOLE else K // 128)  # [COLS]
         acc = rounded_sums(
             from_w, blocks, at_s, from_x, from_r, live[:, None, None, None], gl.convert_layout(live, LR), K, LATE, mma, coding, cut
         )
     else:
-        from_s, from_z = from_s[:, None, None], from_z[:, None, None]
-        acc = sums(from_w, from_s, from_z, at_s, at_z, from_x, live[:, None, None, None], K, LATE, mma, coding, cut)
+        from_s, from_z = from_s[:, None, None], from_z[:, None, None]  # [BN, 1, 1]
+        acc = sums(from_w, from_s, from_z, at_s, at_z, from_x, live[:, None, None, None], K, LATE, mma, coding, cut)  # [BN, COLS]
     if coding.BIAS:
         n, upper = features_of(gl.arange(0, BN, gl.SliceLayout(1, mma)), block, N, BN, form)
         acc = acc + biases(b_a, b_b, e, n, upper, at_w, first_b, dtype, form, coding)[:, None]
     acc = rounded(acc, dtype)
     if BOTH:
-        gate, upper = acc.reshape([BN // 16, 2, 8, COLS]).permute((0, 2, 3, 1)).split()
+        gate, upper = acc.reshape([BN // 16, 2, 8, COLS]).permute((0, 2, 3, 1)).split()  # [BN // 16, 8, COLS]
         if form.UP_FIRST:
             gate, upper = upper, gate
         acc = gated(gate, upper, args[0], args[1], ACT, True).reshape([OUT, COLS])
@@ -291,8 +291,8 @@ def word_tiles(
     j = gl.arange(0, COLS, gl.SliceLayout(0, LO))
     to = start + j
     if cut.SORTED:
-        to = gl.load(order + to, mask=j < count, other=0).to(gl.int32)
-    f = block * OUT + gl.arange(0, OUT, gl.SliceLayout(1, LO))
+        to = gl.load(order + to, mask=j < count, other=0).to(gl.int32)  # [COLS]
+    f = block * OUT + gl.arange(0, OUT, gl.SliceLayout(1, LO))  # [OUT]
     gl.store(out + to.to(gl.int64)[None, :] * N + f[:, None], acc.to(dtype), mask=(j < count)[None, :] & (f < N)[:, None])
 
 
@@ -305,4 +305,4 @@ def biases(b_a, b_b, e, n, upper, at_w, first_b, dtype: gl.constexpr, form: gl.c
     elif form.GATING == "halves":
         base = gl.where(upper == 0, base, expert_base(b_b, e, at_w.bias_e, dtype, coding.BIAS_APART, False))
         n = n + gl.where(upper == 0, at_w.first, first_b)
-    return gl.load(base + n.to(gl.int64) * at_w.bias_n).to(gl.float32)
+    return gl.load(base + n.to(gl.int64) * at_w.bias_n).to(gl.float32)  # as n

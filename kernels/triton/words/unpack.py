@@ -182,7 +182,7 @@ def four(a, b, c, d):
 
 @gluon.jit
 def eight(a, b, c, d, e, f, g, h):
-    """The same of eight along three."""
+    """Eight tensors of bits side by side along three new dimensions, bfloat16."""
     even = gl.join(gl.join(a, e), gl.join(c, g))
     odd = gl.join(gl.join(b, f), gl.join(d, h))
     return gl.join(even, odd).to(gl.bfloat16, bitcast=True)
@@ -218,7 +218,7 @@ def unpacked(v, s, z, coding: gl.constexpr, CROSSED: gl.constexpr = False):
     I8: gl.constexpr = (gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16)
     KIND: gl.constexpr = coding.KIND
     if KIND == "e2m1":
-        by = twice(power(s, coding))
+        by = twice(power(s, coding))  # [..., 1]
         if coding.SCALE == "ldexp":  # the largest power is no number of its own
             by = twice(power(gl.minimum(s.to(gl.int32), 254), coding))
             more = twice(gl.where(s.to(gl.int32) == 255, 2.0, 1.0))
@@ -226,12 +226,12 @@ def unpacked(v, s, z, coding: gl.constexpr, CROSSED: gl.constexpr = False):
         else:
             a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(E2M1, EIGHT_POWER, [v, by], dtype=I8, is_pure=True, pack=1)
     elif KIND == "range" and coding.WIDE:
-        by = scale_of(s, coding)
+        by = scale_of(s, coding)  # [..., 1]
         base = gl.zeros_like(by) + (8388608.0 - coding.FIRST)
         less = z.to(gl.float32) if coding.ZERO else gl.zeros_like(by)
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(WIDE_NIBBLES, EIGHT_WIDE, [v, base, by, less], dtype=I8, is_pure=True, pack=1)
     elif KIND == "range":
-        by = twice(scale_of(s, coding))
+        by = twice(scale_of(s, coding))  # [..., 1]
         first = twice(gl.zeros_like(scale_of(s, coding)) + (coding.FIRST - 128.0))
         if coding.ZERO:
             less = twice(z) ^ (0x80008000 - (1 << 32))
@@ -246,7 +246,7 @@ def unpacked(v, s, z, coding: gl.constexpr, CROSSED: gl.constexpr = False):
         gl.static_assert(KIND == "s8")
         a, b, c, d = gl.inline_asm_elementwise(S8, FOUR, [v, scale_of(s, coding)], dtype=I4, is_pure=True, pack=1)
     if coding.PER == 4:
-        w = four(a, b, c, d)
+        w = four(a, b, c, d)  # [..., 4, 2, 2]
     elif CROSSED and coding.HIGH_FIRST:
         w = eight(b, d, a, c, f, h, e, g)
     elif CROSSED:
@@ -254,5 +254,5 @@ def unpacked(v, s, z, coding: gl.constexpr, CROSSED: gl.constexpr = False):
     elif coding.HIGH_FIRST:
         w = eight(b, a, d, c, f, e, h, g)
     else:
-        w = eight(a, b, c, d, e, f, g, h)
+        w = eight(a, b, c, d, e, f, g, h)  # [..., 4, 2, 2, 2]
     return w

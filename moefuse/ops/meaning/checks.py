@@ -281,7 +281,7 @@ def _check_body(op: str, body: Body) -> None:
 
 
 def check_permute(x: Tensor, ids: Tensor, num_experts: int) -> None:
-    """Arguments of ``moefuse::permute``."""
+    """Arguments of ``moefuse::permute``: x [T, H], ids [T, K]."""
     op = "permute"
     _check_dim(x, 2, op, "x", "[T, H]")
     _check_dim(ids, 2, op, "ids", "[T, K]")
@@ -304,7 +304,7 @@ def _check_offsets(offsets: Tensor, op: str, experts: Any = None) -> None:
 
 
 def check_grouped_linear(xs: Tensor, offsets: Tensor, w: Sequence[Tensor], b: Sequence[Tensor], op: str = "grouped_linear") -> Any:
-    """Arguments of ``moefuse::grouped_linear``, which ``op`` has too; returns the output features."""
+    """Arguments of ``moefuse::grouped_linear``, which ``op`` has too: xs [S, in], offsets [E + 1]. Returns the output features."""
     _check_dim(xs, 2, op, "xs", "[S, in]")
     _check_floats(xs, op, "xs")
     held = _check_held(w, xs, op, "w", "xs")
@@ -318,7 +318,7 @@ def check_grouped_linear(xs: Tensor, offsets: Tensor, w: Sequence[Tensor], b: Se
 
 
 def check_expert_rows(v: Sequence[Tensor], offsets: Tensor, num_rows: Any) -> Any:
-    """Arguments of ``moefuse::expert_rows``; returns the vector size."""
+    """Arguments of ``moefuse::expert_rows``: vectors v [n] or [E, n], offsets [E + 1]. Returns n."""
     op = "expert_rows"
     if not v:
         bad_value(op, "v", "is empty", "one stacked tensor [E, n], or one tensor [n] per expert")
@@ -331,7 +331,7 @@ def check_expert_rows(v: Sequence[Tensor], offsets: Tensor, num_rows: Any) -> An
 
 
 def check_combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: Any, out_dtype: torch.dtype | None) -> Any:
-    """Arguments of ``moefuse::combine``; returns T."""
+    """Arguments of ``moefuse::combine``: ys [S, H], weights [T, K], order [S], offsets [E + 1]. Returns T."""
     op = "combine"
     _check_dim(ys, 2, op, "ys", "[S, H]")
     _check_floats(ys, op, "ys")
@@ -361,7 +361,7 @@ def check_combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Te
 
 
 def check_topk(scores: Tensor, k: int, op: str = "topk", arg: str = "scores") -> None:
-    """Arguments of ``moefuse::topk``."""
+    """Arguments of ``moefuse::topk``: scores [..., E]."""
     if scores.dim() < 1:
         bad_value(op, arg, f"has shape {_shape(scores)}", "[..., E]")
     if scores.dtype not in _FLOATS:
@@ -371,7 +371,7 @@ def check_topk(scores: Tensor, k: int, op: str = "topk", arg: str = "scores") ->
 
 
 def check_router_logits(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
-    """Arguments of ``moefuse::router_logits``."""
+    """Arguments of ``moefuse::router_logits``: x [..., H], w [E, H], bias [E]."""
     op = "router_logits"
     if x.dim() < 1:
         bad_value(op, "x", f"has shape {_shape(x)}", "[..., H]")
@@ -391,7 +391,7 @@ def check_router_logits(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: to
 
 
 def check_route(logits: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype) -> None:
-    """Arguments of ``moefuse::route``."""
+    """Arguments of ``moefuse::route``: logits [..., E], bias [E]."""
     check_topk(logits, recipe.k, "route", "logits")
     experts = logits.shape[-1]
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != experts):

@@ -53,7 +53,7 @@ class Recipe:
 
 
 def apply(name: str, x: Tensor) -> Tensor:
-    """One of :data:`SCORES`."""
+    """One of :data:`SCORES` of x [..., n], along the last dimension."""
     return x.softmax(-1) if name == "softmax" else x.sigmoid() if name == "sigmoid" else x
 
 

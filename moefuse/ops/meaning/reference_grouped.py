@@ -47,7 +47,7 @@ def grouped_linear_reference(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) ->
 
 
 def expert_rows_reference(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
-    """``moefuse::expert_rows``: for each row the vector of its expert; zeros for rows of none."""
+    """``moefuse::expert_rows``: for each row the vector of its expert, [num_rows, n]; zeros for rows of none."""
     table = v[0] if len(v) == 1 and v[0].dim() == 2 else torch.stack(list(v))
     of = expert_of_rows(offsets, num_rows)
     return table.index_select(0, of.clamp(max=table.shape[0] - 1)).masked_fill((of == table.shape[0])[:, None], 0)
@@ -56,7 +56,7 @@ def expert_rows_reference(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
 def combine_reference(
     ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, out_dtype: torch.dtype | None
 ) -> Tensor:
-    """``moefuse::combine``: the weighted sum of each token's rows of ys [S, H], slot 0 first; those of no expert add nothing."""
+    """``moefuse::combine``: the weighted sum [T, H] of each token's rows of ys [S, H], slot 0 first; those of no expert add nothing."""
     wide = accumulation_dtype(ys.dtype)
     position = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device)).view(-1, top_k)
     dead = position >= offsets[-1]

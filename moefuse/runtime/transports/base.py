@@ -39,7 +39,7 @@ class Transport(Protocol):
         """R for T = ``tokens``, where no exchange is needed to know it; else -1."""
 
     def handle(self, terms: Terms, ids: Tensor) -> list[Tensor]:
-        """Tensors like those of a handle, for tracing: shapes, dtypes and devices."""
+        """Tensors like those of a handle for ids [T, K], for tracing: shapes, dtypes and devices."""
 
     def dispatch(self, terms: Terms, rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int) -> Dispatched:
         """Rows [T, F] each and ids [T, K] to those of all ranks that this one needs; what is no rank's row has id -1."""

@@ -33,7 +33,7 @@ def own_rows(group: Group, grad: Tensor, place: Tensor, slots: int, held: int) -
 
 
 def all_slices(group: Group, local: Tensor, axis: int, blocks: int) -> Tensor:
-    """N / P along ``axis`` to N."""
+    """[.., N / P, ..] to [.., N, ..] along ``axis``."""
     mine = local.movedim(axis, 0).contiguous()
     every = mine.new_empty((group.size * mine.shape[0], *mine.shape[1:]))
     all_gather(every, mine, group.process_group)
@@ -42,7 +42,7 @@ def all_slices(group: Group, local: Tensor, axis: int, blocks: int) -> Tensor:
 
 
 def own_slice(group: Group, grad: Tensor, axis: int, blocks: int) -> Tensor:
-    """N along ``axis`` on each rank to N / P: the sum over ranks of what this one holds."""
+    """[.., N, ..] on each rank to [.., N / P, ..] along ``axis``: the sum over ranks of what this one holds."""
     rows = grad.movedim(axis, 0)
     parts = rows.reshape(blocks, group.size, -1, *rows.shape[1:]).transpose(0, 1).contiguous()
     every = torch.empty_like(parts)
@@ -52,7 +52,7 @@ def own_slice(group: Group, grad: Tensor, axis: int, blocks: int) -> Tensor:
 
 
 def slice_of(whole: Tensor, axis: int, blocks: int, rank: int, world: int) -> Tensor:
-    """What a rank holds of ``whole``, in memory of its own."""
+    """What a rank holds, [.., N / P, ..], of ``whole`` [.., N, ..], in memory of its own."""
     rows = whole.movedim(axis, 0)
     parts = rows.reshape(blocks, world, -1, *rows.shape[1:])[:, rank]
     return parts.flatten(0, 1).movedim(0, axis).clone(memory_format=torch.contiguous_format)

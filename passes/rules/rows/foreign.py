@@ -1,4 +1,4 @@
-"""Operators of libraries that multiply weights in few bits: rows times an expert weight, as any product, whose leaf is the storage."""
+"""Operators of libraries that multiply quantised weights: rows times an expert weight, as any product, whose leaf is the storage."""
 
 from __future__ import annotations
 

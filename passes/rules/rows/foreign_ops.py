@@ -1,4 +1,4 @@
-"""Operators of libraries that multiply weights in few bits: what each means, by its name and its whole signature.
+"""Operators of libraries that multiply quantised weights: what each means, by its name and its whole signature.
 
 Namespaces have the hash of a build, so the last part of a name counts, and all arguments by name and type: another version that means
 something else has others. None of it is taken on trust: every rewrite is compared with the operator itself (``prove/verify.py``).

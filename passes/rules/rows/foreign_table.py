@@ -15,7 +15,7 @@ from moefuse.ops.meaning.encoding import BITS, Encoding, Packing, dequantise
 _CODES = 1 << BITS
 _FEATURES = 48
 _SHIFTS = ((BITS, 0), (0, BITS))
-"""Of two neighbours in a byte."""
+"""Shifts of two codes that are neighbours in a byte, in either order."""
 
 
 @functools.lru_cache(maxsize=64)
