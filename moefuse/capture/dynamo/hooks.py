@@ -33,14 +33,12 @@ from moefuse.capture.dynamo import (
     told_apart,
     values,
 )
-from moefuse.passes.graph.symbols import known_tensor
 from moefuse.program.runs import Begun
 
 log = logging.getLogger("moefuse.capture")
 
 _KEPT = "moefuse_capture"
 _SETTINGS = "moefuse_settings"
-_ADVANCE = ("next_variable", "tp_iternext_impl")
 Prepare = Callable[[nn.Module, Mapping[str, Any]], Collection[Any] | None]
 _prepare: list[Prepare] = []
 
@@ -54,10 +52,9 @@ class Observer(Protocol):
     crossed: bool
     insists: bool
 
-    def before(self, translator: Any) -> None: ...
+    def before(self, translator: Any) -> Any: ...
     def cuts(self, translator: Any) -> bool: ...
     def mutated(self, variable: Any) -> None: ...
-    def advanced(self, iterator: Any, translator: Any = None) -> None: ...
     def compiling(self, environment: Any) -> None: ...
     def compiled(self, output: Any = None) -> None: ...
     def failed(self, error: Exception, translator: Any) -> None: ...
@@ -65,7 +62,6 @@ class Observer(Protocol):
     def counted(self, translator: Any, ids: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any: ...
     def read(self, translator: Any, variable: Any) -> Any: ...
     def numbers(self, translator: Any, variable: Any) -> Any: ...
-    def compared(self, translator: Any, variables: Any) -> None: ...
     def joins(self, environment: Any) -> bool: ...
     def outlived(self) -> None: ...
     def leaves_missed(self) -> None: ...
@@ -113,18 +109,15 @@ def install(
         again: called with a compiler, a frame that is left once more although it has experts that are fused in other calls, and when a
             report last said so.
     """
-    from torch._dynamo import utils
     from torch._dynamo.convert_frame import CatchErrorsWrapper, ConvertFrame
     from torch._dynamo.eval_frame import _TorchDynamoContext
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
-    from torch._dynamo.variables import dicts, lists as list_variables
     from torch._dynamo.variables.base import MutationType
-    from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
-    from torch._dynamo.variables.iter import IteratorVariable
     from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     if getattr(InstructionTranslatorBase.step, "moefuse", False):
         return
@@ -138,26 +131,12 @@ def install(
         _wrap(InstructionTranslatorBase, "speculate", _on_speculate)
     _wrap(OutputGraph, "call_user_compiler", _on_compile)
     _wrap(MutationType, "__init__", _on_new)
-    _wrap(TensorVariable, "method_item", _on_item)
-    _wrap(TensorVariable, "method_tolist", _on_tolist)
-    _install_calls(TensorVariable)
-    if hasattr(BuiltinVariable, "call_index"):
-        _wrap(BuiltinVariable, "call_index", _on_index)
+    _wrap(TensorVariable, "call_method", _on_method)
     _wrap(TensorVariable, "unpack_var_sequence", _on_unpack)
-    if hasattr(utils, "iter_contains"):
-        original = utils.iter_contains
-        _wrap(utils, "iter_contains", _on_contains)
-        for home in (list_variables, dicts):
-            if vars(home).get("iter_contains") is original:
-                vars(home)["iter_contains"] = utils.iter_contains
-    for name in ("mutation", "store_attr", "register_hook"):
+    _wrap(TorchInGraphFunctionVariable, "call_function", _on_function)
+    for name in ("mutation", "store_attr"):
         _wrap(SideEffects, name, _on_mutation)
-    _wrap(LocalGeneratorObjectVariable, "__init__", _on_iterator)
-    _wrap(IteratorVariable, "__init__", _on_iterator)
-    for kind in _subclasses(IteratorVariable):
-        for name in _ADVANCE:
-            if name in vars(kind):
-                _wrap(kind, name, _on_advance)
+    _wrap(LocalGeneratorObjectVariable, "__init__", _on_generator)
     if checkpoints.available():
         from torch._dynamo.variables import higher_order_ops
 
@@ -168,26 +147,12 @@ def install(
     parametrized_hooks.install(_wrap, _KEPT)
 
 
-def _install_calls(tensors: type) -> None:
-    if fresh_leaves.available():
-        from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-
-        for owner, name, hook in ((tensors, "call_method", _on_method), (TorchInGraphFunctionVariable, "call_function", _on_function)):
-            _wrap(owner, name, hook)
-            _wrap(owner, name, functools.partial(_on_named, name))
-
-
 def before_tracing(prepare: Prepare) -> None:
     """Call ``prepare`` with each module that a frame of ours was called with, and all its arguments, before the frame is traced.
 
     What it returns are refusals for the report.
     """
     _prepare.append(prepare)
-
-
-def _subclasses(kind: type) -> list[type]:
-    below: list[type] = kind.__subclasses__()
-    return [kind, *(deeper for one in below for deeper in _subclasses(one))]
 
 
 def _wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
@@ -199,11 +164,6 @@ def _wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
 
     wrapper.moefuse = True  # type: ignore[attr-defined]
     setattr(owner, name, wrapper)
-    # From torch 2.15 on a method is called through a table of its class, by the name that the program uses.
-    table = vars(owner).get("tp_methods", {})
-    for key, entry in table.items():
-        if getattr(entry, "handler", None) is original:
-            table[key] = type(entry)(wrapper)
 
 
 def _on_init(
@@ -278,11 +238,15 @@ def _on_frame(codes: Callable[[Any, Any], object], original: Any, self: Any, fra
 
 def _on_step(original: Any, self: Any) -> Any:
     observer = getattr(self.output, _KEPT, None)
-    if observer is not None:
-        observer.before(self)
-        if parametrized.active(self.output):
-            parametrized_hooks.before(observer, self)
-    return original(self)
+    if observer is None:
+        return original(self)
+    answer = observer.before(self)
+    if parametrized.active(self.output):
+        parametrized_hooks.before(observer, self)
+    going = original(self)
+    if answer is not None:
+        self.stack[-1] = answer
+    return going
 
 
 def _on_speculate(original: Any, self: Any) -> Any:
@@ -379,112 +343,108 @@ def _on_prune(original: Any, self: Any, translator: Any) -> None:
         observer.outlived()
 
 
-def _on_iterator(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def _on_generator(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
-    for made in (self, getattr(self, "inline_tracer", None)):
-        if made is not None:
-            creation_clock.record(made)
-
-
-def _on_advance(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    observer = getattr(getattr(translator, "output", None), _KEPT, None)
-    if observer is not None:
-        observer.advanced(self, translator)
-    return original(self, translator, *args, **kwargs)
+    creation_clock.record(self.inline_tracer)
 
 
 def _on_function(original: Any, self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
     observer = getattr(translator.output, _KEPT, None)
-    if observer is None or not observer.makes_leaves or not fresh_leaves.asked(self.value, kwargs):
+    if observer is None:
         return original(self, translator, args, kwargs)
-    return fresh_leaves.make(translator.output, functools.partial(original, self, translator, args), kwargs, args)
+    call = functools.partial(original, self, translator)
+    answer = _FUNCTIONS.get(getattr(self.value, "__name__", ""))
+    if answer is not None:
+        return answer(observer, translator, call, args, kwargs)
+    if observer.makes_leaves and fresh_leaves.asked(self.value, kwargs):
+        return fresh_leaves.make(translator.output, functools.partial(call, args), kwargs, args)
+    return call(args, kwargs)
 
 
 def _on_method(original: Any, self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
     observer = getattr(translator.output, _KEPT, None)
-    if observer is None or not observer.makes_leaves:
+    if observer is None:
         return original(self, translator, name, args, kwargs)
-    if name == "requires_grad_" and fresh_leaves.told(args, kwargs) and fresh_leaves.turn(translator.output, self):
-        return self
-    if not fresh_leaves.asked(name, kwargs):
-        return original(self, translator, name, args, kwargs)
-    return fresh_leaves.make(translator.output, functools.partial(original, self, translator, name, args), kwargs, [self, *args])
+    call = functools.partial(original, self, translator, name)
+    answer = _METHODS.get(name)
+    if answer is not None:
+        return answer(observer, translator, call, self, args, kwargs)
+    if observer.makes_leaves and fresh_leaves.asked(name, kwargs):
+        return fresh_leaves.make(translator.output, functools.partial(call, args), kwargs, [self, *args])
+    return call(args, kwargs)
 
 
-def _on_named(way: str, original: Any, self: Any, translator: Any, *given: Any) -> Any:
-    call = _NAMED.get(given[0] if way == "call_method" else getattr(self.value, "__name__", ""))
-    observer = getattr(translator.output, _KEPT, None)
-    if call is None or observer is None:
-        return original(self, translator, *given)
-    return call(observer, way, original, self, translator, *given)
-
-
-def _split(observer: Observer, _: str, original: Any, self: Any, translator: Any, *given: Any) -> Any:
+def _split(observer: Observer, translator: Any, call: Any, args: Any, kwargs: Any) -> Any:
     # ``rows.split(list(counts))``: Python makes numbers of these tensors, and Dynamo breaks the graph.
     if not observer.scalars:
-        return original(self, translator, *given)
-    *before, args, kwargs = given
-    args, kwargs = [values.with_numbers(translator, a) for a in args], {k: values.with_numbers(translator, v) for k, v in kwargs.items()}
-    return original(self, translator, *before, args, kwargs)
+        return call(args, kwargs)
+    given = {name: values.with_numbers(translator, value) for name, value in kwargs.items()}
+    return call([values.with_numbers(translator, value) for value in args], given)
 
 
-def _count(observer: Observer, way: str, original: Any, self: Any, translator: Any, *given: Any) -> Any:
+def _split_method(observer: Observer, translator: Any, call: Any, self: Any, args: Any, kwargs: Any) -> Any:
+    return _split(observer, translator, call, args, kwargs)
+
+
+def _count(observer: Observer, translator: Any, call: Any, args: Any, kwargs: Any) -> Any:
     # ``torch.bincount(ids, minlength=E)``, whose length Dynamo does not know.
-    *_, args, named = given
-    ids = [self, *args] if way == "call_method" else [*args, *([named["input"]] if "input" in named else [])]
-    named = {key: value for key, value in named.items() if key != "input"}
+    ids = [*args, *([kwargs["input"]] if "input" in kwargs else [])]
+    named = {key: value for key, value in kwargs.items() if key != "input"}
     known = observer.counted(translator, ids[0], ids[1:], named) if ids else None
-    return original(self, translator, *given) if known is None else known
+    return call(args, kwargs) if known is None else known
 
 
-_NAMED: dict[str, Callable[..., Any]] = {"split": _split, "split_with_sizes": _split, "bincount": _count}
+def _count_method(observer: Observer, translator: Any, call: Any, self: Any, args: Any, kwargs: Any) -> Any:
+    known = observer.counted(translator, self, args, kwargs)
+    return call(args, kwargs) if known is None else known
 
 
-def _on_item(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    observer = getattr(translator.output, _KEPT, None)
-    if observer is None or not observer.scalars:
-        return original(self, translator, *args, **kwargs)
-    known = observer.read(translator, self)
+def _item(observer: Observer, translator: Any, call: Any, self: Any, args: Any, kwargs: Any) -> Any:
+    known = observer.read(translator, self) if observer.scalars else None
     if known is not None or not observer.numbers_traced:
-        return original(self, translator, *args, **kwargs) if known is None else known
+        return call(args, kwargs) if known is None else known
     from torch._dynamo import config
 
     with config.patch(capture_scalar_outputs=True):
-        return original(self, translator, *args, **kwargs)
+        return call(args, kwargs)
 
 
-def _on_index(original: Any, self: Any, translator: Any, argument: Any, *more: Any) -> Any:
-    # ``experts[row]`` with a tensor: torch 2.11 breaks the graph here, later releases read the number.
-    observer = getattr(translator.output, _KEPT, None)
-    node = values.tensor_node(argument)
-    if observer is None or node is None or known_tensor(node.meta.get("example_value")) is None:
-        return original(self, translator, argument, *more)
-    return argument.call_method(translator, "item", [], {})
-
-
-def _on_tolist(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    observer = getattr(translator.output, _KEPT, None)
-    known = observer.rows(translator, self) if observer is not None else None
-    if observer is not None and known is None:
+def _tolist(observer: Observer, translator: Any, call: Any, self: Any, args: Any, kwargs: Any) -> Any:
+    known = observer.rows(translator, self)
+    if known is None:
         observer.read(translator, self)
-    return original(self, translator, *args, **kwargs) if known is None else known
+    return call(args, kwargs) if known is None else known
+
+
+def _requires_grad(observer: Observer, translator: Any, call: Any, self: Any, args: Any, kwargs: Any) -> Any:
+    turned = observer.makes_leaves and fresh_leaves.told(args, kwargs) and fresh_leaves.turn(translator.output, self)
+    return self if turned else call(args, kwargs)
+
+
+def _hook(observer: Observer, translator: Any, call: Any, self: Any, args: Any, kwargs: Any) -> Any:
+    # One on a value that the graph computes is an operation of the graph.
+    if self.source is not None and not parametrized.answering(translator.output):
+        observer.mutated(self)
+    return call(args, kwargs)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"split": _split, "split_with_sizes": _split, "bincount": _count}
+_METHODS: dict[str, Callable[..., Any]] = {
+    "split": _split_method,
+    "split_with_sizes": _split_method,
+    "bincount": _count_method,
+    "item": _item,
+    "tolist": _tolist,
+    "requires_grad_": _requires_grad,
+    "register_hook": _hook,
+    "register_post_accumulate_grad_hook": _hook,
+}
 
 
 def _on_unpack(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
     observer = getattr(translator.output, _KEPT, None)
     known = observer.numbers(translator, self) if observer is not None and not args and not kwargs else None
     return original(self, translator, *args, **kwargs) if known is None else known
-
-
-def _on_contains(original: Any, items: Any, search: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    # Dynamo looks for a constant among the constants alone, and so says of symbolic numbers that none is equal.
-    items = list(items)
-    observer = getattr(translator.output, _KEPT, None)
-    if observer is not None:
-        observer.compared(translator, [*items, search])
-        if values.is_constant(search) and any(map(values.symbolic, items)):
-            return values.contains(translator, items, search)
-    return original(items, search, translator, *args, **kwargs)
 
 
 def current() -> Any:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from moefuse.capture.dynamo import values
+
+_ALWAYS_NAMED = sys.version_info >= (3, 14)
+"""``f(*args)`` has a place for keywords on the stack, with or without any."""
 
 _looked: dict[int, tuple[Any, Callable[[], None]]] = {}
 
@@ -35,6 +39,22 @@ def _called(translator: Any, inst: Any) -> list[Any]:
     """Two values of the stack, of which one is what an instruction calls and the other may be NULL, or the object of a method."""
     begin = len(translator.stack) - inst.arg - (inst.opname == "CALL_KW")  # the names of keywords are the last value
     return list(map(values.realized, translator.stack[begin - 2 : begin]))
+
+
+def call(translator: Any, inst: Any) -> tuple[Any, list[Any]]:
+    """(what an instruction calls, what that is given), with the items of lists and tuples, and the object of a method."""
+    named = inst.opname == "CALL_KW" or (inst.opname == "CALL_FUNCTION_EX" and (_ALWAYS_NAMED or (inst.arg or 0) & 1))
+    count = 2 + (1 if inst.opname == "CALL_FUNCTION_EX" else inst.arg or 0) + bool(named)
+    parts = [values.plain(v) for v in translator.stack[-count:] if v is not None and type(v).__name__ != "NullVariable"]
+    if not parts:
+        return None, []
+    others = [parts[0].obj] if hasattr(parts[0], "obj") else []
+    return parts[0], [w for v in [*others, *parts[1:]] for w in (values.plain(v), *_inside(v))]
+
+
+def _inside(variable: Any) -> list[Any]:
+    items = vars(variable).get("items")
+    return [values.plain(v) for v in items] if isinstance(items, list) else []
 
 
 def callee(translator: Any, inst: Any) -> Any:
