@@ -69,7 +69,9 @@ class Frame(Attempt):
         if not self.active:
             return answer
         self.traced.add(tx.f_code)
-        if tx is tx.output.root_tx and not tx.stack and not self.open:
+        root = tx is tx.output.root_tx
+        self._cut = self._cut or (root and self.ledger.cut is not None and at == self.ledger.cut[0])
+        if root and not tx.stack and not self.open:
             self._between[at] = len(tx.output.graph.nodes)
         try:
             self._before(tx, at)

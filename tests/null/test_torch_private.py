@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moefuse import _torch_private
 from moefuse._torch_private import inductor
-from moefuse.capture.dynamo import checkpoints, parametrized, points
+from moefuse.capture.dynamo import points
 from moefuse.program.runs import Begun
 from tests.house import DOORS, private_in, private_names
 
@@ -167,19 +167,25 @@ def test_backward_has_the_variables_of_its_caller() -> None:
     assert _torch_private.variables_of_backward() is None
 
 
-def test_capture_finds_its_hooks() -> None:
-    """Names the missing hook. Without one capture switches itself off, and loops that depend on data break the graph again."""
+def test_capture_finds_its_points() -> None:
+    """Names the missing one. Without it capture switches itself off, and loops that depend on data break the graph again."""
     assert points.missing() == []
 
 
-def test_checkpoints_that_collect_are_traced() -> None:
-    """Without these hooks a router loss and gradient checkpointing leave nothing fused."""
-    assert checkpoints.available() or TorchVersion(torch.__version__) < (2, 13)
+@pytest.mark.parametrize("ability", points.ABILITIES)
+def test_abilities_find_their_points(ability: str) -> None:
+    """Without ``checkpoints`` a router loss and gradient checkpointing leave nothing fused; without ``parametrisations`` PEFT's
+    ``target_parameters`` breaks the graph several times a layer."""
+    assert points.missing(points.ABILITIES[ability]) == [] or (ability != "parametrisations" and TorchVersion(torch.__version__) < (2, 13))
 
 
-def test_parametrisations_are_traced() -> None:
-    """Without these hooks PEFT's ``target_parameters`` breaks the graph several times a layer."""
-    assert parametrized.available()
+def test_a_point_that_is_gone_is_named() -> None:
+    """A method, an attribute that only objects have, and a module."""
+    wanted = {
+        "torch._dynamo.output_graph": ("OutputGraph.guards", "OutputGraph.nowhere", "OutputGraph.root_tx"),
+        "torch._nowhere": ("a.b",),
+    }
+    assert points.missing(wanted) == ["torch._dynamo.output_graph.OutputGraph.nowhere", "torch._nowhere.a.b"]
 
 
 def test_shapes() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from moefuse.capture.dynamo import values
 
+CALLS = frozenset(("CALL", "CALL_KW", "CALL_FUNCTION_EX"))
 _ALWAYS_NAMED = sys.version_info >= (3, 14)
 """``f(*args)`` has a place for keywords on the stack, with or without any."""
 
@@ -43,13 +44,23 @@ def _called(translator: Any, inst: Any) -> list[Any]:
 
 def call(translator: Any, inst: Any) -> tuple[Any, list[Any]]:
     """(what an instruction calls, what that is given), with the items of lists and tuples, and the object of a method."""
-    named = inst.opname == "CALL_KW" or (inst.opname == "CALL_FUNCTION_EX" and (_ALWAYS_NAMED or (inst.arg or 0) & 1))
-    count = 2 + (1 if inst.opname == "CALL_FUNCTION_EX" else inst.arg or 0) + bool(named)
-    parts = [values.plain(v) for v in translator.stack[-count:] if v is not None and type(v).__name__ != "NullVariable"]
+    parts = [values.plain(v) for v in _parts(translator, inst)]
     if not parts:
         return None, []
     others = [parts[0].obj] if hasattr(parts[0], "obj") else []
     return parts[0], [w for v in [*others, *parts[1:]] for w in (values.plain(v), *_inside(v))]
+
+
+def called(translator: Any, inst: Any) -> Any:
+    """What an instruction calls."""
+    return next(_parts(translator, inst), None)
+
+
+def _parts(translator: Any, inst: Any) -> Iterator[Any]:
+    spread = inst.opname == "CALL_FUNCTION_EX"
+    named = inst.opname == "CALL_KW" or (spread and (_ALWAYS_NAMED or (inst.arg or 0) & 1))
+    count = 2 + (1 if spread else inst.arg or 0) + bool(named)
+    return (v for v in translator.stack[-count:] if v is not None and type(v).__name__ != "NullVariable")
 
 
 def _inside(variable: Any) -> list[Any]:
