@@ -7,6 +7,8 @@ from typing import Any
 from moefuse.capture.bytecode import CONSUMED, kind
 from moefuse.capture.dynamo import creation_clock, lists, modules, values
 
+_MAKES = frozenset(("GET_ITER", "GET_YIELD_FROM_ITER"))
+
 
 class Iterators:
     """Those of one attempt at a frame, while scopes are open."""
@@ -20,7 +22,7 @@ class Iterators:
             self._making = None
             creation_clock.record(values.plain(tx.stack[-1]))
         found = kind(inst)
-        if found == "get_iter" or (found == "call" and lists.callee(tx, inst) is iter):
+        if inst.opname in _MAKES or (found == "call" and lists.calls_iter(tx, inst)):
             self._making = None if values.iterates(tx.stack[-1]) else tx
             return []
         if inst.opname in CONSUMED:

@@ -81,6 +81,12 @@ def callee(translator: Any, inst: Any) -> Any:
     return None
 
 
+def calls_iter(translator: Any, inst: Any) -> bool:
+    """Whether an instruction calls ``iter``, for which Dynamo has a class from torch 2.13 on."""
+    variable = values.realized(called(translator, inst))
+    return getattr(variable, "fn", None) is iter or type(variable).__name__ == "IterBuiltinVariable"
+
+
 def watch(variable: Any, looked: Callable[[], None]) -> None:
     """Call ``looked`` before anything reads the items of a list from here on."""
     if id(variable) in _looked and _looked[id(variable)][0]() is variable:
