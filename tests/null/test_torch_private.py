@@ -6,6 +6,7 @@ import contextvars
 import datetime
 import inspect
 import pickle
+import types
 from collections import deque
 from collections.abc import Iterator
 from importlib import import_module
@@ -188,6 +189,11 @@ def test_a_point_that_is_gone_is_named() -> None:
     assert points.missing(wanted) == ["torch._dynamo.output_graph.OutputGraph.nowhere", "torch._nowhere.a.b"]
 
 
+def _codes(code: types.CodeType) -> list[types.CodeType]:
+    """The code of a function and of those inside of it."""
+    return [code, *(inner for const in code.co_consts if isinstance(const, types.CodeType) for inner in _codes(const))]
+
+
 def test_shapes() -> None:
     from torch._dynamo import convert_frame, exc, utils
 
@@ -199,7 +205,9 @@ def test_shapes() -> None:
     assert callable(import_module("torch.utils._python_dispatch").TorchDispatchMode.ignore_compile_internals)
     # Found on the stack by name, with what they hold.
     assert "locals" in inspect.signature(import_module("torch._dynamo.convert_frame")._compile).parameters
-    assert "def compile_wrapper(" in inspect.getsource(import_module("torch._dynamo.eval_frame"))
+    calls = _codes(inspect.unwrap(import_module("torch._dynamo.eval_frame")._TorchDynamoContext.__call__).__code__)
+    (call,) = (code for code in calls if code.co_name == "compile_wrapper" and "cleanups" in code.co_varnames + code.co_cellvars)
+    assert {"args", "kwargs", "fn", "self"} <= {*call.co_varnames, *call.co_freevars, *call.co_cellvars}
     metric = import_module("torch._dynamo.utils").CompilationMetrics
     assert {"fail_type", "fail_reason", "fail_user_frame_filename", "fail_user_frame_lineno", "co_name", "recompile_reason"} <= set(
         metric.__annotations__

@@ -44,7 +44,8 @@ def _called(translator: Any, inst: Any) -> list[Any]:
 
 def call(translator: Any, inst: Any) -> tuple[Any, list[Any]]:
     """(what an instruction calls, what that is given), with the items of lists and tuples, and the object of a method."""
-    parts = [values.plain(v) for v in _parts(translator, inst)]
+    # What is spread is looked into by the call as well.
+    parts = list(map(values.realized if inst.opname == "CALL_FUNCTION_EX" else values.plain, _parts(translator, inst)))
     if not parts:
         return None, []
     others = [parts[0].obj] if hasattr(parts[0], "obj") else []
