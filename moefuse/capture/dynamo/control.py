@@ -109,4 +109,4 @@ def copies_nodes() -> bool:
     """Whether a setting makes Dynamo copy parts of the graph on its way to the backend: then nodes cannot be followed."""
     from torch._dynamo import config
 
-    return bool(getattr(config, "use_graph_deduplication", False)) or config.repro_after == "dynamo"
+    return bool(config.use_graph_deduplication) or config.repro_after == "dynamo"

@@ -82,8 +82,10 @@ POINTS: _Points = {
     ),
     "torch._dynamo.config": (
         *("capture_scalar_outputs", "capture_dynamic_output_shape_ops", "rewrite_assert_with_torch_assert", "repro_after"),
+        "use_graph_deduplication",
     ),
     "torch._guards": ("TracingContext.try_get",),
+    "torch.nn": ("ModuleList._get_abs_string_index", "ModuleList.__getitem__"),
     "torch.fx.experimental.symbolic_shapes": (
         *("ShapeEnvSettings.allow_scalar_outputs", "ShapeEnvSettings.allow_dynamic_output_shape_ops", "ShapeEnv.deferred_runtime_asserts"),
         *("ShapeEnv.settings", "ShapeEnv.var_to_range", "free_unbacked_symbols", "statically_known_true"),
@@ -103,6 +105,10 @@ ABILITIES: dict[str, _Points] = {
         ),
     },
     "deferred checks": {"torch._dynamo.side_effects": ("SideEffects.defer_side_effect_checks",)},
+    "lengths": {
+        "torch._subclasses.fake_impls": ("op_implementations_dict",),
+        "torch.fx.experimental.symbolic_shapes": ("_constrain_range_for_size",),
+    },
     "parametrisations": {
         "torch._dynamo.variables.functions": ("UserFunctionVariable.call_function",),
         "torch._dynamo.variables.nn_module": (
