@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 from moefuse import _torch_private
 from moefuse._torch_private import inductor
-from moefuse.capture.dynamo import points
+from moefuse.capture.dynamo import observed, points
 from moefuse.program.runs import Begun
-from tests.house import DOORS, private_in, private_names
+from tests.house import DOORS, private_in, private_names, wrapped
 
 POINTS = {
     "torch._inductor": ["list_options", "list_mode_options"],
@@ -182,11 +182,17 @@ def test_abilities_find_their_points(ability: str) -> None:
 
 def test_a_point_that_is_gone_is_named() -> None:
     """A method, an attribute that only objects have, and a module."""
-    wanted = {
-        "torch._dynamo.output_graph": ("OutputGraph.guards", "OutputGraph.nowhere", "OutputGraph.root_tx"),
-        "torch._nowhere": ("a.b",),
-    }
-    assert points.missing(wanted) == ["torch._dynamo.output_graph.OutputGraph.nowhere", "torch._nowhere.a.b"]
+    wanted = {"torch._dynamo.output_graph:OutputGraph": "guards nowhere root_tx", "torch._nowhere:A": "b"}
+    assert points.missing(wanted) == ["torch._dynamo.output_graph.OutputGraph.nowhere", "torch._nowhere.A.b"]
+
+
+def test_what_is_wrapped_is_among_the_points() -> None:
+    """And what frames of ours have in place of Dynamo's methods."""
+    every = [points.POINTS, *points.ABILITIES.values()]
+    named = {f"{home.rpartition(':')[2]}.{name}" for found in every for home, names in found.items() for name in names.split()}
+    own = {f"{kind.__mro__[1].__name__}.{name}" for kind in observed.classes() for name, value in vars(kind).items() if callable(value)}
+    assert wrapped() | own <= named
+    assert {"InstructionTranslatorBase.step", "SideEffects.mutation"} <= wrapped() | own
 
 
 def _codes(code: types.CodeType) -> list[types.CodeType]:

@@ -82,7 +82,7 @@ def begin(output: Any, observer: Observer) -> None:
     """From here on ``observer`` is told of a frame."""
     setattr(output, _KEPT, observer)
     setattr(output.tracing_context, _KEPT, observer)
-    output.__class__, output.side_effects.__class__ = _classes()
+    output.__class__, output.side_effects.__class__ = classes()
     if observer.scalars:
         environment = output.shape_env
         setattr(output, _SETTINGS, environment.settings)
@@ -90,7 +90,8 @@ def begin(output: Any, observer: Observer) -> None:
 
 
 @functools.cache
-def _classes() -> tuple[type, type]:
+def classes() -> tuple[type, type]:
+    """What the graph and the side effects of a frame of ours are."""
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.side_effects import SideEffects
 

@@ -11,111 +11,89 @@ import types
 from importlib import import_module
 from typing import Any
 
-_Points = dict[str, tuple[str, ...]]
+_Points = dict[str, str]
 
 POINTS: _Points = {
-    "torch._dynamo.convert_frame": (
-        "CatchErrorsWrapper.__call__",
-        "CatchErrorsWrapper._torchdynamo_orig_backend",
-        "ConvertFrame",
-        "input_codes",
+    "torch._dynamo.convert_frame:CatchErrorsWrapper": "__call__ _torchdynamo_orig_backend",
+    "torch._dynamo.convert_frame": "ConvertFrame input_codes",
+    "torch._dynamo.eval_frame:_TorchDynamoContext": "__call__ callback",
+    "torch._dynamo.eval_frame": "_stance",
+    "torch._dynamo.types:ConvertFrameReturn": "apply_to_code guarded_code frame_exec_strategy",
+    "torch._C._dynamo.eval_frame": "set_code_exec_strategy _debug_get_cache_entry_list _FrameAction _FrameExecStrategy",
+    "torch._dynamo.symbolic_convert:InstructionTranslatorBase": "step run",
+    "torch._dynamo.symbolic_convert:SpeculationEntry": "fail_and_restart_analysis failed",
+    "torch._dynamo.symbolic_convert:SpeculationLog": "clear",
+    "torch._dynamo.symbolic_convert:InstructionTranslator": (
+        "one_graph export output stack symbolic_locals instructions instruction_pointer f_code f_locals f_globals lineno "
+        "current_instruction block_stack speculation_log current_speculation error_on_graph_break exn_vt_stack "
+        "nn_module_stack"
     ),
-    "torch._dynamo.eval_frame": ("_TorchDynamoContext.__call__", "_TorchDynamoContext.callback", "_stance"),
-    "torch._dynamo.types": (
-        "ConvertFrameReturn.apply_to_code",
-        "ConvertFrameReturn.guarded_code",
-        "ConvertFrameReturn.frame_exec_strategy",
+    "torch._dynamo.symbolic_convert:InliningInstructionTranslator": "parent",
+    "torch._dynamo.output_graph:OutputGraph": (
+        "call_user_compiler compile_subgraph shape_env current_tracer root_tracer guards root_tx current_tx compiler_fn "
+        "side_effects tracing_context graph global_scope local_scope create_proxy backward_state random_calls"
     ),
-    "torch._C._dynamo.eval_frame": ("set_code_exec_strategy", "_debug_get_cache_entry_list", "_FrameAction", "_FrameExecStrategy"),
-    "torch._dynamo.symbolic_convert": (
-        *("InstructionTranslatorBase.step", "InstructionTranslatorBase.run", "SpeculationEntry.fail_and_restart_analysis"),
-        *("SpeculationEntry.failed", "SpeculationLog.clear", "InstructionTranslator.one_graph", "InstructionTranslator.export"),
-        *(f"InstructionTranslator.{name}" for name in ("output", "stack", "symbolic_locals", "instructions", "instruction_pointer")),
-        *(f"InstructionTranslator.{name}" for name in ("f_code", "f_locals", "f_globals", "lineno", "current_instruction", "block_stack")),
-        *(f"InstructionTranslator.{name}" for name in ("speculation_log", "current_speculation", "error_on_graph_break", "exn_vt_stack")),
-        *("InstructionTranslator.nn_module_stack", "InliningInstructionTranslator.parent"),
+    "torch._dynamo.output_graph:SubgraphTracer": "parent graph",
+    "torch._dynamo.guards:GuardBuilder": "EMPTY_NN_MODULE_HOOKS_DICT guard_manager",
+    "torch._dynamo.source": "GlobalStateSource",
+    "torch._dynamo.side_effects:SideEffects": (
+        "mutation store_attr prune_dead_object_new check_allowed_side_effect clone output_graph_weakref store_attr_mutations "
+        "id_to_variable tensor_hooks save_for_backward has_pending_mutation_of_attr"
     ),
-    "torch._dynamo.output_graph": (
-        *(f"OutputGraph.{name}" for name in ("call_user_compiler", "compile_subgraph", "shape_env", "current_tracer", "root_tracer")),
-        *(f"OutputGraph.{name}" for name in ("guards", "root_tx", "current_tx", "compiler_fn", "side_effects", "tracing_context", "graph")),
-        *(f"OutputGraph.{name}" for name in ("global_scope", "local_scope", "create_proxy", "backward_state", "random_calls")),
-        *("SubgraphTracer.parent", "SubgraphTracer.graph"),
-    ),
-    "torch._dynamo.guards": ("GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT", "GuardBuilder.guard_manager"),
-    "torch._dynamo.source": ("GlobalStateSource",),
-    "torch._dynamo.side_effects": (
-        *(f"SideEffects.{name}" for name in ("mutation", "store_attr", "prune_dead_object_new", "check_allowed_side_effect", "clone")),
-        *(f"SideEffects.{name}" for name in ("output_graph_weakref", "store_attr_mutations", "id_to_variable", "tensor_hooks")),
-        *("SideEffects.save_for_backward", "SideEffects.has_pending_mutation_of_attr"),
-    ),
-    "torch._dynamo.variables.base": (
-        *("MutationType.__init__", "ValueMutationNew", "AttributeMutationNew", "VariableTracker.build", "VariableTracker.visit"),
-        *(
-            "VariableTracker.mutation_type",
-            "VariableTracker.source",
-            "VariableTracker.is_python_constant",
-            "VariableTracker.as_python_constant",
-        ),
-    ),
-    "torch._dynamo.variables.builder": ("wrap_fx_proxy", "SourcelessBuilder.create"),
-    "torch._dynamo.variables.builtin": ("BuiltinVariable.fn",),
-    "torch._dynamo.variables.constant": ("ConstantVariable.create",),
-    "torch._dynamo.variables.lists": ("BaseListVariable.items", "ListVariable", "TupleVariable", "ListIteratorVariable", "RangeVariable"),
-    "torch._dynamo.variables.iter": ("IteratorVariable",),
-    "torch._dynamo.variables.functions": (
-        *("LocalGeneratorObjectVariable.__init__", "LocalGeneratorObjectVariable.inline_tracer", "UserFunctionVariable.fn"),
-    ),
-    "torch._dynamo.variables.misc": ("AutogradFunctionContextVariable", "NullVariable"),
-    "torch._dynamo.variables.nn_module": ("UnspecializedNNModuleVariable.value",),
-    "torch._dynamo.variables.lazy": (
-        *("LazyVariableTracker.realize", "LazyVariableTracker.is_realized", "LazyVariableTracker.original_value"),
-        "LazyVariableTracker.original_source",
-    ),
-    "torch._dynamo.variables.tensor": (
-        *("TensorVariable.call_method", "TensorVariable.unpack_var_sequence", "TensorVariable.requires_grad", "NumpyNdarrayVariable"),
-        *("SymNodeVariable.sym_num", "SymNodeVariable.evaluate_expr"),
-    ),
-    "torch._dynamo.variables.torch": ("TorchInGraphFunctionVariable.call_function", "TorchInGraphFunctionVariable.value"),
+    "torch._dynamo.variables.base:MutationType": "__init__",
+    "torch._dynamo.variables.base": "ValueMutationNew AttributeMutationNew",
+    "torch._dynamo.variables.base:VariableTracker": "build visit mutation_type source is_python_constant as_python_constant",
+    "torch._dynamo.variables.builder": "wrap_fx_proxy",
+    "torch._dynamo.variables.builder:SourcelessBuilder": "create",
+    "torch._dynamo.variables.builtin:BuiltinVariable": "fn",
+    "torch._dynamo.variables.constant:ConstantVariable": "create",
+    "torch._dynamo.variables.lists:BaseListVariable": "items",
+    "torch._dynamo.variables.lists": "ListVariable TupleVariable ListIteratorVariable RangeVariable",
+    "torch._dynamo.variables.iter": "IteratorVariable",
+    "torch._dynamo.variables.functions:LocalGeneratorObjectVariable": "__init__ inline_tracer",
+    "torch._dynamo.variables.functions:UserFunctionVariable": "fn",
+    "torch._dynamo.variables.misc": "AutogradFunctionContextVariable NullVariable",
+    "torch._dynamo.variables.nn_module:UnspecializedNNModuleVariable": "value",
+    "torch._dynamo.variables.lazy:LazyVariableTracker": "realize is_realized original_value original_source",
+    "torch._dynamo.variables.tensor:TensorVariable": "call_method unpack_var_sequence requires_grad",
+    "torch._dynamo.variables.tensor": "NumpyNdarrayVariable",
+    "torch._dynamo.variables.tensor:SymNodeVariable": "sym_num evaluate_expr",
+    "torch._dynamo.variables.torch:TorchInGraphFunctionVariable": "call_function value",
     "torch._dynamo.exc": (
-        *("RestartAnalysis", "SpeculationRestartAnalysis", "UnspecializeRestartAnalysis", "TensorifyScalarRestartAnalysis"),
-        *("TorchDynamoException", "SkipFrame", "ShortenTraceback", "Unsupported", "ObservedException", "TorchRuntimeError"),
+        "RestartAnalysis SpeculationRestartAnalysis UnspecializeRestartAnalysis TensorifyScalarRestartAnalysis "
+        "TorchDynamoException SkipFrame ShortenTraceback Unsupported ObservedException TorchRuntimeError"
     ),
     "torch._dynamo.config": (
-        *("capture_scalar_outputs", "capture_dynamic_output_shape_ops", "rewrite_assert_with_torch_assert", "repro_after"),
-        "use_graph_deduplication",
+        "capture_scalar_outputs capture_dynamic_output_shape_ops rewrite_assert_with_torch_assert repro_after use_graph_deduplication"
     ),
-    "torch._guards": ("TracingContext.try_get",),
-    "torch.nn": ("ModuleList._get_abs_string_index", "ModuleList.__getitem__"),
-    "torch.fx.experimental.symbolic_shapes": (
-        *("ShapeEnvSettings.allow_scalar_outputs", "ShapeEnvSettings.allow_dynamic_output_shape_ops", "ShapeEnv.deferred_runtime_asserts"),
-        *("ShapeEnv.settings", "ShapeEnv.var_to_range", "free_unbacked_symbols", "statically_known_true"),
-    ),
+    "torch._guards:TracingContext": "try_get",
+    "torch.nn:ModuleList": "_get_abs_string_index __getitem__",
+    "torch.fx.experimental.symbolic_shapes:ShapeEnvSettings": "allow_scalar_outputs allow_dynamic_output_shape_ops",
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv": "deferred_runtime_asserts settings var_to_range",
+    "torch.fx.experimental.symbolic_shapes": "free_unbacked_symbols statically_known_true",
 }
-"""Module -> dotted names inside it. An attribute that objects have is one of their class's ``__init__``."""
+"""Module, or module and class -> names inside it. An attribute that objects have is one that their class declares, or sets."""
 
 ABILITIES: dict[str, _Points] = {
     "checkpoints": {
-        "torch._dynamo.config": ("skip_fwd_side_effects_in_bwd_under_checkpoint",),
-        "torch._dynamo.side_effects": tuple(
-            f"SideEffects.{name}" for name in ("should_allow_side_effects_in_hop", "_maybe_record_side_effect")
-        ),
-        "torch._dynamo.variables.base": ("is_side_effect_safe",),
-        "torch._dynamo.variables.higher_order_ops": (
-            *("CheckpointHigherOrderVariable._call_function", "CheckpointHigherOrderVariable.allow_side_effects"),
-        ),
+        "torch._dynamo.config": "skip_fwd_side_effects_in_bwd_under_checkpoint",
+        "torch._dynamo.side_effects:SideEffects": "should_allow_side_effects_in_hop _maybe_record_side_effect",
+        "torch._dynamo.variables.base": "is_side_effect_safe",
+        "torch._dynamo.variables.higher_order_ops:CheckpointHigherOrderVariable": "_call_function allow_side_effects",
     },
-    "deferred checks": {"torch._dynamo.side_effects": ("SideEffects.defer_side_effect_checks",)},
+    "deferred checks": {
+        "torch._dynamo.side_effects:SideEffects": "defer_side_effect_checks",
+    },
     "lengths": {
-        "torch._subclasses.fake_impls": ("op_implementations_dict",),
-        "torch.fx.experimental.symbolic_shapes": ("_constrain_range_for_size",),
+        "torch._subclasses.fake_impls": "op_implementations_dict",
+        "torch.fx.experimental.symbolic_shapes": "_constrain_range_for_size",
     },
     "parametrisations": {
-        "torch._dynamo.variables.functions": ("UserFunctionVariable.call_function",),
-        "torch._dynamo.variables.nn_module": (
-            *("UnspecializedNNModuleVariable.call_obj_hasattr", "UnspecializedNNModuleVariable.is_state_mutated"),
-            *("UnspecializedNNModuleVariable.manually_trace_nn_module_getattr",),
+        "torch._dynamo.variables.functions:UserFunctionVariable": "call_function",
+        "torch._dynamo.variables.nn_module:UnspecializedNNModuleVariable": (
+            "call_obj_hasattr is_state_mutated manually_trace_nn_module_getattr"
         ),
-        "torch.nn.utils.parametrize": ("_cache_enabled", "_register_parameter_or_buffer", "ParametrizationList"),
+        "torch.nn.utils.parametrize": "_cache_enabled _register_parameter_or_buffer ParametrizationList",
     },
 }
 """What an ability needs beside them."""
@@ -123,7 +101,7 @@ ABILITIES: dict[str, _Points] = {
 
 def missing(points: _Points = POINTS) -> list[str]:
     """The points that this torch does not have; without one of :data:`POINTS` there is no capture."""
-    return [f"{module}.{name}" for module, names in points.items() for name in _absent(module, names)]
+    return [f"{home.replace(':', '.')}.{name}" for home, names in points.items() for name in names.split() if not _is_there(home, name)]
 
 
 @functools.cache
@@ -132,19 +110,14 @@ def has(ability: str) -> bool:
     return not missing(ABILITIES[ability])
 
 
-def _absent(module: str, names: tuple[str, ...]) -> list[str]:
+def _is_there(home: str, name: str) -> bool:
+    module, _, owner = home.partition(":")
     try:
-        home: Any = import_module(module)
-    except ImportError:
-        return list(names)
-    return [name for name in names if not _has(home, name)]
-
-
-def _has(home: Any, dotted: str) -> bool:
-    name, _, rest = dotted.partition(".")
-    if hasattr(home, name):
-        return _has(getattr(home, name), rest) if rest else True
-    return not rest and isinstance(home, type) and any(_gives(kind, name) for kind in home.__mro__)
+        found: Any = import_module(module)
+        found = getattr(found, owner) if owner else found
+    except (ImportError, AttributeError):
+        return False
+    return hasattr(found, name) or (isinstance(found, type) and any(_gives(kind, name) for kind in found.__mro__))
 
 
 def _gives(kind: type, name: str) -> bool:
