@@ -58,7 +58,7 @@ NEW: dict[str, Callable[[Any], Any]] = {
     "enumerate": lambda _: [i + n for i, n in enumerate(range(3))][-1],
     "zip": lambda _: [a * b for a, b in zip(range(1, 3), (2, 3), strict=True)][-1],
     "a dictionary": lambda _: sum(b for _, b in {1: 2, 2: 3}.items()),
-    "a generator": lambda _: next(_each(3)),
+    "a generator": lambda _: sum(_each(3)),
     "unpacked": lambda _: sum([*range(3), *iter(range(2))]),
 }
 
