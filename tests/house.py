@@ -210,19 +210,19 @@ def private_in(source: str) -> set[str]:
     return found
 
 
-def wrapped() -> int:
+def wrapped() -> set[str]:
     """Callables of Dynamo that are wrapped once capture is on."""
     import torch
 
     import moefuse  # noqa: F401
 
     torch.compile(torch.nn.Linear(2, 2), backend="moefuse")(torch.zeros(1, 2))
-    found = set()
+    found: set[str] = set()
     for name, module in list(sys.modules.items()):
         if name.startswith("torch._dynamo"):
             for owner in [o for o in vars(module).values() if isinstance(o, type)]:
                 found |= {f"{owner.__qualname__}.{key}" for key, value in vars(owner).items() if getattr(value, "moefuse", False) is True}
-    return len(found)
+    return found
 
 
 def schemas() -> int:
@@ -319,7 +319,7 @@ def measured() -> dict[str, Any]:
         "files at the top": len(list(PACKAGE.glob("*.py"))),
         "schemas": schemas(),
         "private names": len(private_names()),
-        "wrapped callables": wrapped(),
+        "wrapped callables": len(wrapped()),
     }
 
 

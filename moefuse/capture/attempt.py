@@ -287,10 +287,9 @@ class Attempt:
         if changed and not fused:
             self._leave([], stop)
 
-    def cuts(self, tx: Any) -> bool:
-        """Whether the graph is to end in front of the statement that ``tx`` begins."""
-        cut, at = self.ledger.cut, tx.instruction_pointer
-        self._cut = self._cut or (cut is not None and self.active and tx is tx.output.root_tx and at is not None and at - 1 == cut[0])
+    @property
+    def cut(self) -> bool:
+        """Whether the graph is to end where Dynamo can next break it."""
         return self._cut
 
     def cause(self, stop: Stop | None) -> Stop | None:

@@ -28,7 +28,35 @@ _BESIDE = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "P
 _OPENS_LIST = _NOTHING | {"LOAD_FAST_AND_CLEAR", "SWAP", "BUILD_LIST"}
 """What stands between the iterator and the loop of a list comprehension from Python 3.12 on."""
 
+_KINDS = {
+    "IS_OP": "identity", "CONTAINS_OP": "contains", "BINARY_SUBSCR": "subscript", "CALL": "call", "CALL_KW": "call",
+    "CALL_FUNCTION_EX": "spread", "GET_ITER": "get_iter", "FOR_ITER": "for_iter", "PUSH_EXC_INFO": "handler",
+}  # fmt: skip
+CONSUMED = {
+    "FOR_ITER": 1, "UNPACK_SEQUENCE": 1, "UNPACK_EX": 1, "CONTAINS_OP": 1, "BINARY_OP": 1, "LIST_EXTEND": 1, "SET_UPDATE": 1,
+    "DICT_UPDATE": 1, "DICT_MERGE": 1, "SEND": 2, "STORE_SUBSCR": 3, "STORE_SLICE": 4,
+}  # fmt: skip
+"""Instructions that may take items from an iterator: at which place of the stack it lies, counted from the top. Calls are beside them."""
+
 _CONSTANT_MESSAGE = frozenset(("LOAD_CONST", "PRECALL", "CALL", "CALL_FUNCTION", "CACHE"))
+
+
+def _kind(name: str, arg: int | None = None) -> str:
+    if name == "BINARY_OP":
+        return "subscript" if arg is not None and arg == _SUBSCRIPT else ""
+    if "JUMP" in name and "_IF_" in name:
+        return "jump"
+    return "format" if name.startswith("FORMAT_") else _KINDS.get(name, "")
+
+
+KINDS: dict[str, str] = {name: _kind(name) for name in dis.opmap if _kind(name) or name == "BINARY_OP"}
+"""Names of the instructions that capture looks at, and what they are to it; a look-up says of all others that nothing is to be done."""
+
+
+def kind(inst: Instruction) -> str:
+    """What an instruction is to capture, in this release of Python; empty for what it does not look at."""
+    found = KINDS.get(inst.opname)
+    return _kind(inst.opname, inst.arg) if found == "" else found or ""
 
 
 def _is_assertion(inst: Instruction) -> bool:
@@ -290,7 +318,7 @@ def empties(instructions: Sequence[Instruction], at: int) -> bool:
 
 def subscripts(inst: Instruction) -> bool:
     """Whether an instruction is ``container[index]``; from Python 3.14 on that is one of the operators with two operands."""
-    return inst.opname == "BINARY_SUBSCR" or bool(inst.opname == "BINARY_OP" and inst.arg == _SUBSCRIPT)
+    return kind(inst) == "subscript"
 
 
 def _takes(inst: Instruction) -> int:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
 from moefuse import _torch_private
-from moefuse.capture import bins, branches, counts, functions, modules
+from moefuse.capture import bins, branches, compared, counts, functions, modules
 from moefuse.capture.appends import Appends
 from moefuse.capture.attempt import OTHER_WAY, Attempt
-from moefuse.capture.bytecode import GENERATOR, subscripts
+from moefuse.capture.bytecode import GENERATOR, kind
 from moefuse.capture.dynamo import control, creation_clock, values
+from moefuse.capture.iterators import Iterators
 from moefuse.capture.loops import Loops
 from moefuse.capture.scopes import Scopes
 from moefuse.errors import first_line
@@ -43,57 +44,68 @@ class Frame(Attempt):
         self.scopes = Scopes(self)
         self.loops = Loops(self, self.scopes)
         self.appends = Appends(self)
+        self.iterators = Iterators()
+        self._looks: Mapping[str, Callable[[Any, int], None]] = {
+            "subscript": lambda tx, _: self.loops.subscript(tx),
+            "call": self._called,
+            "format": lambda tx, at: self.loops.formatted(tx, tx.instructions[at]),
+            "get_iter": self.loops.get_iter,
+            "for_iter": lambda tx, _: self.loops.for_iter(tx),
+            "jump": lambda tx, at: branches.jump(self.scopes, tx, at),
+            "handler": lambda tx, _: self.scopes.handler(tx),
+        }
+        """Kind of instruction -> what is done before it runs."""
 
-    def before(self, tx: Any) -> None:
-        """An instruction of ``tx`` is about to run."""
-        if tx.instruction_pointer is None:
-            return
+    def before(self, tx: Any) -> Any:
+        """An instruction of ``tx`` is about to run; what it leaves on the stack in place of what Dynamo finds, or None."""
+        at = tx.instruction_pointer
+        if at is None:
+            return None
         if self._doubt is not None:  # Dynamo has gone on: an assertion, which it writes into the graph
             self.ledger.refusals.remove(self._doubt)
             self._doubt = None
-        if tx.instructions[tx.instruction_pointer].opname == "IS_OP":
-            self._asks_for_identity(tx)
+        found = kind(tx.instructions[at])
+        answer = compared.asked(self, tx, found) if found in ("identity", "contains") else None
         if not self.active:
-            return
+            return answer
         self.traced.add(tx.f_code)
-        if tx is tx.output.root_tx and not tx.stack and not self.open:
-            self._between[tx.instruction_pointer] = len(tx.output.graph.nodes)
+        root = tx is tx.output.root_tx
+        self._cut = self._cut or (root and self.ledger.cut is not None and at == self.ledger.cut[0])
+        if root and not tx.stack and not self.open:
+            self._between[at] = len(tx.output.graph.nodes)
         try:
-            self._before(tx, tx.instruction_pointer)
+            self._before(tx, at)
         except Exception as error:
             if control.is_restart(error) or control.is_tracing(error):
                 raise
             log.exception("moefuse failed while it looked at %s", self.location(tx))
             self.retreat([], why=first_line(error))
+        return answer
 
     def _before(self, tx: Any, at: int) -> None:
         if self.open:
             self.scopes.leave(tx, at)
             at = tx.instruction_pointer
         self.loops.iterate(tx)
+        inst = tx.instructions[at]
+        found = kind(inst)
         self.appends.before(tx, at)
         loop = next((s.loop for s in self.open if s.loop is not None and s.loop.lists), None)
-        if loop is not None and modules.tells_apart(tx, loop, tx.instructions[at]):
+        if loop is not None and modules.tells_apart(tx, loop, inst):
             self.unroll("the body may tell one module from another")
+        if self.open:
+            for iterator in self.iterators.before(tx, inst):
+                self.advanced(iterator)
+        if tx.f_code.co_flags & GENERATOR and inst.opname not in _MAKES_GENERATOR:
+            self.advanced(tx)
+        if found in self._looks:
+            self._looks[found](tx, at)
+
+    def _called(self, tx: Any, at: int) -> None:
         if self.numpy and counts.asks_for_type(tx, tx.instructions[at]):
             self.retreat([], why="it asks for the type of a number out of NumPy")
-        name = tx.instructions[at].opname
-        if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and subscripts(tx.instructions[at])):
-            self.loops.subscript(tx)
-        elif name in ("CALL", "CALL_KW"):
-            self.loops.occurrences.call(tx, at)
-        elif name.startswith("FORMAT_"):
-            self.loops.formatted(tx, tx.instructions[at])
-        if tx.f_code.co_flags & GENERATOR and name not in _MAKES_GENERATOR:
-            self.advanced(tx)
-        if name == "GET_ITER":
-            self.loops.get_iter(tx, at)
-        elif name == "FOR_ITER":
-            self.loops.for_iter(tx)
-        elif "JUMP" in name and "_IF_" in name:
-            branches.jump(self.scopes, tx, at)
-        elif name == "PUSH_EXC_INFO":
-            self.scopes.handler(tx)
+        modules.reads_index(tx, tx.instructions[at])
+        self.loops.occurrences.call(tx, at)
 
     def mutated(self, variable: Any) -> None:
         """An object of the program is about to change."""
@@ -107,8 +119,8 @@ class Frame(Attempt):
         if not self.open:
             self.scopes.changed(variable)
 
-    def advanced(self, iterator: Any, tx: Any = None) -> None:
-        """An iterator is about to give its next item, in ``tx``. Not every kind of iterator counts as mutated by that."""
+    def advanced(self, iterator: Any) -> None:
+        """An iterator, or the frame of a generator, is about to give its next item. Not every kind counts as mutated by that."""
         for scope in self.open:
             if not creation_clock.iterator_created_inside(iterator, scope.clock):
                 again = _last(scope.translator) in ("FOR_ITER", "")
@@ -184,20 +196,6 @@ class Frame(Attempt):
     def read(self, tx: Any, variable: Any) -> Any:
         """A number is read out of a tensor; what Python gets in its place, or None."""
         return self.loops.read(tx, variable)
-
-    def compared(self, tx: Any, variables: list[Any]) -> None:
-        """Dynamo decides by ``in`` or ``is`` which of some variables are the same; of those that only the run knows it cannot."""
-        if self.active and any(map(values.of_the_run, variables)):
-            self.tell(tx, "this question", "it asks for such a number by `in` or `is`; compare with == instead")
-            self.retreat([], why="a symbolic number is asked for by `in` or `is`")
-
-    def _asks_for_identity(self, tx: Any) -> None:
-        """``is`` of two numbers: to Dynamo a symbolic one is no other. Equal small numbers are one object."""
-        if all(map(values.number_like, tx.stack[-2:])):
-            self.compared(tx, tx.stack[-2:])
-            # Dynamo's own code asks by == as well.
-            if not any(map(values.of_the_run, tx.stack[-2:])) and not values.polyfilled(tx.f_code):
-                tx.stack[-2:] = map(values.settled, tx.stack[-2:])
 
     def refused_before(self, found: Collection[Skipped]) -> None:
         """Have the report say these."""

@@ -13,14 +13,15 @@ Rows e and f are traced. Then the body's other rows are what row e is, with row 
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from moefuse.capture.dynamo import modules as lists, values
+from moefuse.capture.dynamo import lists as calls, modules as lists, values
 from moefuse.capture.replay import replay
-from moefuse.passes.graph import siblings
+from moefuse.passes.graph import siblings, symbols
 
 log = logging.getLogger("moefuse.capture")
 
@@ -56,6 +57,16 @@ def is_row(loop: Any, node: Any) -> bool:
         return all(int(replay(node, start, torch.full(shape, row, dtype=dtype))) == row for row in range(loop.count))
     except Exception:  # whatever the user's operations raise on plain tensors
         return False
+
+
+def reads_index(tx: Any, inst: Any) -> None:
+    """``operator.index(row)`` of a list's own code, at which torch 2.11 breaks the graph: later releases read the number, as here."""
+    if "index" not in tx.f_code.co_names or calls.callee(tx, inst) is not operator.index:
+        return
+    row = values.plain(tx.stack[-1])
+    node = values.tensor_node(row)
+    if node is not None and symbols.known_tensor(node.meta.get("example_value")) is not None:
+        tx.stack[-1] = row.call_method(tx, "item", [], {})
 
 
 def witness_wanted(loop: Any, classes: dict[Any, list[int]]) -> int | None:
@@ -115,21 +126,13 @@ def _compares(name: str, operands: list[Any], loop: Any) -> bool:
 
 
 def _calls(tx: Any, inst: Any, loop: Any) -> bool:
-    count = 3 if "EX" in inst.opname else (inst.arg or 0) + 2 + (inst.opname == "CALL_KW")
-    items = [values.plain(v) for v in tx.stack[-count:] if v is not None]
-    functions = [lists.builtin(v) for v in items]
+    callee, given = calls.call(tx, inst)
+    functions = [lists.builtin(v) for v in (callee, *given)]
     if any(f in (id, hash) for f in functions if f is not None):
         return True
-    callee = next((v for v in items[:3] if type(v).__name__ != "NullVariable"), None)
     if callee is None or lists.inlines(callee) or lists.builtin(callee) in _HARMLESS:
         return False
-    arguments = [w for v in items if v is not callee for w in (v, *_inside(v))]
-    return any(_one_of(v, loop) for v in arguments)
-
-
-def _inside(variable: Any) -> list[Any]:
-    items = vars(variable).get("items")
-    return [values.plain(v) for v in items] if isinstance(items, list) else []
+    return any(_one_of(v, loop) for v in given)
 
 
 def _from_list(variable: Any, loop: Any) -> bool:

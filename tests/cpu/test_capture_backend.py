@@ -162,7 +162,7 @@ def test_switched_off_by_hand(how: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_torch_without_the_hooks_switches_capture_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setitem(points.POINTS, "torch._dynamo.symbolic_convert", ("InstructionTranslatorBase.moved",))
+    monkeypatch.setitem(points.POINTS, "torch._dynamo.symbolic_convert:InstructionTranslatorBase", "moved")
     monkeypatch.setattr(entry, "_missing", None)
     with caplog.at_level(logging.WARNING, "moefuse.capture"):
         assert entry.unavailable() == entry.unavailable()

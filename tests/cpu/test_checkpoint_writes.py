@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import moefuse
 from moefuse import _torch_private
-from moefuse.capture.dynamo import checkpoints
+from moefuse.capture.dynamo import points
 
-pytestmark = pytest.mark.skipif(not checkpoints.available(), reason="this torch breaks graphs at all of them")
+pytestmark = pytest.mark.skipif(not points.has("checkpoints"), reason="this torch breaks graphs at all of them")
 
 H, E, K = 8, 4, 2
 

@@ -10,13 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefuse.capture.dynamo import fresh_leaves
 from tests.cpu.capture_case import Seen, capturing, plain
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_dynamo"),
-    pytest.mark.skipif(not fresh_leaves.available(), reason="this torch breaks graphs at all of them"),
-]
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 H, E, K = 8, 4, 2
 

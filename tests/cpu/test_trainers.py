@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import moefuse
 from moefuse import _torch_private
-from moefuse.capture.dynamo import checkpoints
+from moefuse.capture.dynamo import points
 from tests.cpu.test_ddp import free_port
 from tests.zoo import tiny
 
@@ -122,7 +122,7 @@ class Averaging(transformers.TrainerCallback):  # type: ignore[misc]
         self.average.update_parameters(self.model)
 
 
-collects = pytest.mark.skipif(not checkpoints.available(), reason="this torch breaks graphs at checkpoints that collect")
+collects = pytest.mark.skipif(not points.has("checkpoints"), reason="this torch breaks graphs at checkpoints that collect")
 COMPILED = {"torch_compile": True, "torch_compile_backend": "moefuse"}
 
 

@@ -254,3 +254,23 @@ def test_a_list_that_is_only_looped_over(function: Callable[..., Any]) -> None:
     code = Code(cleaned_instructions(function.__code__))
     last = max(i for i, inst in enumerate(code.instructions) if inst.opname == "STORE_FAST" and inst.argval == "rows")
     assert code.only_looped_over("rows", last) is LOOPED[function]
+
+
+def every_kind(x: Any, y: Any, given: Any) -> Any:
+    if x in y:
+        x = y[0] is x
+    for item in y:
+        given(item)
+        given(item, last=x)
+        given(*y)
+    return f"{x}", x + y
+
+
+def test_kinds() -> None:
+    """What capture looks at has the names of this Python's instructions; an operator that is no index is none of it."""
+    instructions = cleaned_instructions(every_kind.__code__)
+    found = {(bytecode.kind(inst), inst.opname) for inst in instructions if bytecode.kind(inst)}
+    assert {kind for kind, _ in found} == {"contains", "identity", "subscript", "jump", "get_iter", "for_iter", "call", "spread", "format"}
+    assert all(name == "BINARY_SUBSCR" or name == "BINARY_OP" for kind, name in found if kind == "subscript")
+    assert sum(bytecode.kind(inst) == "subscript" for inst in instructions) == 1
+    assert "handler" in bytecode.KINDS.values()

@@ -6,6 +6,7 @@ import contextvars
 import datetime
 import inspect
 import pickle
+import types
 from collections import deque
 from collections.abc import Iterator
 from importlib import import_module
@@ -25,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 from moefuse import _torch_private
 from moefuse._torch_private import inductor
-from moefuse.capture.dynamo import checkpoints, parametrized, points
+from moefuse.capture.dynamo import observed, points
 from moefuse.program.runs import Begun
-from tests.house import DOORS, private_in, private_names
+from tests.house import DOORS, private_in, private_names, wrapped
 
 POINTS = {
     "torch._inductor": ["list_options", "list_mode_options"],
@@ -167,19 +168,36 @@ def test_backward_has_the_variables_of_its_caller() -> None:
     assert _torch_private.variables_of_backward() is None
 
 
-def test_capture_finds_its_hooks() -> None:
-    """Names the missing hook. Without one capture switches itself off, and loops that depend on data break the graph again."""
+def test_capture_finds_its_points() -> None:
+    """Names the missing one. Without it capture switches itself off, and loops that depend on data break the graph again."""
     assert points.missing() == []
 
 
-def test_checkpoints_that_collect_are_traced() -> None:
-    """Without these hooks a router loss and gradient checkpointing leave nothing fused."""
-    assert checkpoints.available() or TorchVersion(torch.__version__) < (2, 13)
+@pytest.mark.parametrize("ability", points.ABILITIES)
+def test_abilities_find_their_points(ability: str) -> None:
+    """Without ``checkpoints`` a router loss and gradient checkpointing leave nothing fused; without ``parametrisations`` PEFT's
+    ``target_parameters`` breaks the graph several times a layer."""
+    assert points.missing(points.ABILITIES[ability]) == [] or (ability != "parametrisations" and TorchVersion(torch.__version__) < (2, 13))
 
 
-def test_parametrisations_are_traced() -> None:
-    """Without these hooks PEFT's ``target_parameters`` breaks the graph several times a layer."""
-    assert parametrized.available()
+def test_a_point_that_is_gone_is_named() -> None:
+    """A method, an attribute that only objects have, and a module."""
+    wanted = {"torch._dynamo.output_graph:OutputGraph": "guards nowhere root_tx", "torch._nowhere:A": "b"}
+    assert points.missing(wanted) == ["torch._dynamo.output_graph.OutputGraph.nowhere", "torch._nowhere.A.b"]
+
+
+def test_what_is_wrapped_is_among_the_points() -> None:
+    """And what frames of ours have in place of Dynamo's methods."""
+    every = [points.POINTS, *points.ABILITIES.values()]
+    named = {f"{home.rpartition(':')[2]}.{name}" for found in every for home, names in found.items() for name in names.split()}
+    own = {f"{kind.__mro__[1].__name__}.{name}" for kind in observed.classes() for name, value in vars(kind).items() if callable(value)}
+    assert wrapped() | own <= named
+    assert {"InstructionTranslatorBase.step", "SideEffects.mutation"} <= wrapped() | own
+
+
+def _codes(code: types.CodeType) -> list[types.CodeType]:
+    """The code of a function and of those inside of it."""
+    return [code, *(inner for const in code.co_consts if isinstance(const, types.CodeType) for inner in _codes(const))]
 
 
 def test_shapes() -> None:
@@ -193,7 +211,9 @@ def test_shapes() -> None:
     assert callable(import_module("torch.utils._python_dispatch").TorchDispatchMode.ignore_compile_internals)
     # Found on the stack by name, with what they hold.
     assert "locals" in inspect.signature(import_module("torch._dynamo.convert_frame")._compile).parameters
-    assert "def compile_wrapper(" in inspect.getsource(import_module("torch._dynamo.eval_frame"))
+    calls = _codes(inspect.unwrap(import_module("torch._dynamo.eval_frame")._TorchDynamoContext.__call__).__code__)
+    (call,) = (code for code in calls if code.co_name == "compile_wrapper" and "cleanups" in code.co_varnames + code.co_cellvars)
+    assert {"args", "kwargs", "fn", "self"} <= {*call.co_varnames, *call.co_freevars, *call.co_cellvars}
     metric = import_module("torch._dynamo.utils").CompilationMetrics
     assert {"fail_type", "fail_reason", "fail_user_frame_filename", "fail_user_frame_lineno", "co_name", "recompile_reason"} <= set(
         metric.__annotations__

@@ -17,19 +17,9 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any
 
+from moefuse.capture.dynamo import points
+
 _OPEN, _WRITTEN = "moefuse_open_checkpoints", "moefuse_written_in_checkpoints"
-
-_METHODS = ("check_allowed_side_effect", "should_allow_side_effects_in_hop", "_maybe_record_side_effect", "prune_dead_object_new")
-
-
-def available() -> bool:
-    """Whether this torch has what the hooks below need; without it such checkpoints break the graph, as ever."""
-    from torch._dynamo.side_effects import SideEffects
-    from torch._dynamo.variables import base, higher_order_ops
-
-    checkpoint = getattr(higher_order_ops, "CheckpointHigherOrderVariable", None)
-    known = hasattr(checkpoint, "_call_function") and hasattr(base, "is_side_effect_safe")
-    return known and all(hasattr(SideEffects, name) for name in _METHODS)
 
 
 def begin(variable: Any, translator: Any, kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
@@ -56,9 +46,8 @@ def _tracing(variable: Any, output: Any, may_write: bool) -> Any:
     variable.allow_side_effects = may_write
     setattr(output, _OPEN, may_write)
     # Dynamo leaves this out of a body that may write to anything; ours may not.
-    deferred = getattr(output.side_effects, "defer_side_effect_checks", None) if may_write else None
     try:
-        with contextlib.nullcontext() if deferred is None else deferred():
+        with output.side_effects.defer_side_effect_checks() if may_write and points.has("deferred checks") else contextlib.nullcontext():
             yield
     finally:
         variable.allow_side_effects = before

@@ -40,6 +40,13 @@ def is_break(error: Exception) -> bool:
     return isinstance(error, SpeculationRestartAnalysis)
 
 
+def cut(translator: Any) -> None:
+    """Have Dynamo break the graph, by its own means, in front of the instruction that has just run: where it had asked whether to."""
+    entry = translator.current_speculation
+    if not entry.failed(translator):
+        entry.fail_and_restart_analysis(translator.error_on_graph_break)
+
+
 def environment() -> Any:
     """The sizes of the frame whose graph is being compiled."""
     from torch._guards import TracingContext
@@ -102,4 +109,4 @@ def copies_nodes() -> bool:
     """Whether a setting makes Dynamo copy parts of the graph on its way to the backend: then nodes cannot be followed."""
     from torch._dynamo import config
 
-    return bool(getattr(config, "use_graph_deduplication", False)) or config.repro_after == "dynamo"
+    return bool(config.use_graph_deduplication) or config.repro_after == "dynamo"

@@ -36,5 +36,7 @@ def created_inside(variable: Any, clock: int) -> bool:
 
 def iterator_created_inside(iterator: Any, clock: int) -> bool:
     """Whether the program made this iterator, or started this generator's frame, after ``clock``."""
+    if getattr(iterator, "mutation_type", None) is not None and created_inside(iterator, clock):
+        return True
     known, created = _created.get(id(iterator), (None, 0))
     return known is not None and known() is iterator and created > clock and getattr(iterator, "source", None) is None

@@ -21,14 +21,6 @@ _MADE = "moefuse_fresh_leaves"
 _FLAG = "requires_grad"
 
 
-def available() -> bool:
-    """Whether this torch has what the hooks need; without it such tensors break the graph, as ever."""
-    from torch._dynamo.variables import tensor, torch
-
-    function = getattr(torch, "TorchInGraphFunctionVariable", None)
-    return hasattr(function, "call_function") and hasattr(getattr(tensor, "TensorVariable", None), "call_method")
-
-
 def asked(called: object, kwargs: Mapping[str, Any]) -> bool:
     """Whether a function or method of torch's is told to make a leaf, outside of transforms, which count their own gradients."""
     torchs = isinstance(called, types.BuiltinFunctionType) or (isinstance(called, str) and called.startswith("new_"))

@@ -1,101 +1,39 @@
-"""Four methods of Dynamo's tracing, and a few of its bookkeeping, wrapped once for the process.
+"""Methods of Dynamo, wrapped once for the process.
 
-Each wrapper first asks whether the frame that is being traced has a ``moefuse_capture`` (only frames for our own backend have); for all
-others it is the method as it was.
+Each wrapper first asks whether the frame that is being traced has an observer (only frames for our own backend have); for all others it
+is the method as it was. What is asked of a frame's graph and side effects has classes of its own instead, see ``observed``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
 import logging
 import types
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from torch import nn
-from torch.fx import Node
 
 from moefuse import _torch_private
 from moefuse.capture.dynamo import (
-    armed,
+    called,
     checkpoints,
     control,
     creation_clock,
-    ddp,
     fresh_leaves,
     left,
-    module_calls,
-    parametrized,
+    observed,
     parametrized_hooks,
+    points,
     relations,
-    told_apart,
-    values,
 )
-from moefuse.passes.graph.symbols import known_tensor
+from moefuse.capture.dynamo.observed import Observer
 from moefuse.program.runs import Begun
 
 log = logging.getLogger("moefuse.capture")
 
-_KEPT = "moefuse_capture"
-_SETTINGS = "moefuse_settings"
-_ADVANCE = ("next_variable", "tp_iternext_impl")
 Prepare = Callable[[nn.Module, Mapping[str, Any]], Collection[Any] | None]
 _prepare: list[Prepare] = []
-
-
-class Observer(Protocol):
-    """What a traced frame is told; see moefuse/capture/frame.py."""
-
-    registering: bool
-    fused: bool
-    related: Sequence[relations.Input]
-    crossed: bool
-    insists: bool
-
-    def before(self, translator: Any) -> None: ...
-    def cuts(self, translator: Any) -> bool: ...
-    def mutated(self, variable: Any) -> None: ...
-    def advanced(self, iterator: Any, translator: Any = None) -> None: ...
-    def compiling(self, environment: Any) -> None: ...
-    def compiled(self, output: Any = None) -> None: ...
-    def failed(self, error: Exception, translator: Any) -> None: ...
-    def rows(self, translator: Any, variable: Any) -> Any: ...
-    def counted(self, translator: Any, ids: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any: ...
-    def read(self, translator: Any, variable: Any) -> Any: ...
-    def numbers(self, translator: Any, variable: Any) -> Any: ...
-    def compared(self, translator: Any, variables: Any) -> None: ...
-    def joins(self, environment: Any) -> bool: ...
-    def outlived(self) -> None: ...
-    def leaves_missed(self) -> None: ...
-    def refused_before(self, found: Collection[Any]) -> None: ...
-    def computed(self, translator: Any, nodes: Collection[Node]) -> bool: ...
-    def registers(self, translator: Any, why: str) -> None: ...
-    def unrelated(self, why: str) -> None: ...
-
-    @property
-    def met(self) -> Sequence[relations.Input]: ...
-    @property
-    def traced(self) -> Collection[types.CodeType]: ...
-    @property
-    def scalars(self) -> bool: ...
-    @property
-    def numbers_traced(self) -> bool: ...
-    @property
-    def collects(self) -> bool: ...
-    @property
-    def makes_leaves(self) -> bool: ...
-    @property
-    def parametrizes(self) -> bool: ...
-    @property
-    def gave_up(self) -> bool: ...
-    @property
-    def erred(self) -> bool: ...
-    @property
-    def seen(self) -> set[str]: ...
-    @property
-    def apart(self) -> Callable[[nn.Module], Hashable] | None: ...
 
 
 def install(
@@ -113,68 +51,29 @@ def install(
         again: called with a compiler, a frame that is left once more although it has experts that are fused in other calls, and when a
             report last said so.
     """
-    from torch._dynamo import utils
-    from torch._dynamo.convert_frame import CatchErrorsWrapper, ConvertFrame
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
     from torch._dynamo.eval_frame import _TorchDynamoContext
-    from torch._dynamo.output_graph import OutputGraph
-    from torch._dynamo.side_effects import SideEffects
-    from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
-    from torch._dynamo.variables import dicts, lists as list_variables
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import MutationType
-    from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
-    from torch._dynamo.variables.iter import IteratorVariable
     from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     if getattr(InstructionTranslatorBase.step, "moefuse", False):
         return
-    _wrap(InstructionTranslator, "__init__", functools.partial(_on_init, start, inspect.signature(InstructionTranslator.__init__)))
     _wrap(_TorchDynamoContext, "__call__", functools.partial(_on_context, codes))
-    _wrap(ConvertFrame, "__call__", functools.partial(_on_convert, limited, again))
-    _wrap(CatchErrorsWrapper, "__call__", functools.partial(_on_frame, codes))
+    _wrap(CatchErrorsWrapper, "__call__", functools.partial(_on_frame, codes, limited, again))
+    _wrap(InstructionTranslatorBase, "run", functools.partial(_on_run, start))
     _wrap(InstructionTranslatorBase, "step", _on_step)
-    _wrap(InstructionTranslatorBase, "run", _on_run)
-    if "speculate" in vars(InstructionTranslatorBase):
-        _wrap(InstructionTranslatorBase, "speculate", _on_speculate)
-    _wrap(OutputGraph, "call_user_compiler", _on_compile)
     _wrap(MutationType, "__init__", _on_new)
-    _wrap(TensorVariable, "method_item", _on_item)
-    _wrap(TensorVariable, "method_tolist", _on_tolist)
-    _install_calls(TensorVariable)
-    if hasattr(BuiltinVariable, "call_index"):
-        _wrap(BuiltinVariable, "call_index", _on_index)
-    _wrap(TensorVariable, "unpack_var_sequence", _on_unpack)
-    if hasattr(utils, "iter_contains"):
-        original = utils.iter_contains
-        _wrap(utils, "iter_contains", _on_contains)
-        for home in (list_variables, dicts):
-            if vars(home).get("iter_contains") is original:
-                vars(home)["iter_contains"] = utils.iter_contains
-    for name in ("mutation", "store_attr", "register_hook"):
-        _wrap(SideEffects, name, _on_mutation)
-    _wrap(LocalGeneratorObjectVariable, "__init__", _on_iterator)
-    _wrap(IteratorVariable, "__init__", _on_iterator)
-    for kind in _subclasses(IteratorVariable):
-        for name in _ADVANCE:
-            if name in vars(kind):
-                _wrap(kind, name, _on_advance)
-    if checkpoints.available():
-        from torch._dynamo.variables import higher_order_ops
+    _wrap(LocalGeneratorObjectVariable, "__init__", _on_generator)
+    _wrap(TensorVariable, "call_method", called.method)
+    _wrap(TensorVariable, "unpack_var_sequence", called.unpacked)
+    _wrap(TorchInGraphFunctionVariable, "call_function", called.function)
+    if points.has("checkpoints"):
+        from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 
-        _wrap(higher_order_ops.CheckpointHigherOrderVariable, "_call_function", _on_checkpoint)
-        _wrap(SideEffects, "should_allow_side_effects_in_hop", _on_allow)
-        _wrap(SideEffects, "check_allowed_side_effect", _on_check)
-        _wrap(SideEffects, "prune_dead_object_new", _on_prune)
-    parametrized_hooks.install(_wrap, _KEPT)
-
-
-def _install_calls(tensors: type) -> None:
-    if fresh_leaves.available():
-        from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-
-        for owner, name, hook in ((tensors, "call_method", _on_method), (TorchInGraphFunctionVariable, "call_function", _on_function)):
-            _wrap(owner, name, hook)
-            _wrap(owner, name, functools.partial(_on_named, name))
+        _wrap(CheckpointHigherOrderVariable, "_call_function", _on_checkpoint)
 
 
 def before_tracing(prepare: Prepare) -> None:
@@ -183,11 +82,6 @@ def before_tracing(prepare: Prepare) -> None:
     What it returns are refusals for the report.
     """
     _prepare.append(prepare)
-
-
-def _subclasses(kind: type) -> list[type]:
-    below: list[type] = kind.__subclasses__()
-    return [kind, *(deeper for one in below for deeper in _subclasses(one))]
 
 
 def _wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
@@ -199,34 +93,23 @@ def _wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
 
     wrapper.moefuse = True  # type: ignore[attr-defined]
     setattr(owner, name, wrapper)
-    # From torch 2.15 on a method is called through a table of its class, by the name that the program uses.
-    table = vars(owner).get("tp_methods", {})
-    for key, entry in table.items():
-        if getattr(entry, "handler", None) is original:
-            table[key] = type(entry)(wrapper)
 
 
-def _on_init(
-    start: Callable[..., Observer | None], signature: inspect.Signature, original: Any, self: Any, *args: Any, **kwargs: Any
-) -> None:
-    given = signature.bind(self, *args, **kwargs).arguments
-    original(self, *args, **kwargs)
-    if given["export"]:
-        return
-    observer = start(given["compiler_fn"], given["speculation_log"], given["one_graph"])
+def _begin(start: Callable[[Any, Any, bool], Observer | None], translator: Any) -> Observer | None:
+    """The observer of a frame that is about to be traced, if it is ours."""
+    output = translator.output
+    if output.root_tx is not translator or translator.export:
+        return None
+    observer = start(output.compiler_fn, translator.speculation_log, translator.one_graph)
     if observer is None:
-        return
+        return None
     left.attempted(observer)
     if _prepare:
-        named = {name: given["f_globals"].get(name) for name in given["f_code"].co_names}
-        for module in left.modules(named | given["f_locals"]):
-            observer.refused_before(_prepared(module, given["f_locals"]))
-    setattr(self.output, _KEPT, observer)
-    setattr(self.output.tracing_context, _KEPT, observer)
-    if observer.scalars:
-        environment = self.output.shape_env
-        setattr(self.output, _SETTINGS, environment.settings)
-        environment.settings = dataclasses.replace(environment.settings, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+        named = {name: translator.f_globals.get(name) for name in translator.f_code.co_names}
+        for module in left.modules(named | dict(translator.f_locals)):
+            observer.refused_before(_prepared(module, translator.f_locals))
+    observed.begin(output, observer)
+    return observer
 
 
 def _prepared(module: nn.Module, arguments: Mapping[str, Any]) -> list[Any]:
@@ -247,56 +130,48 @@ def _on_context(codes: Callable[[Any, Any], Collection[types.CodeType] | None], 
     return original(self, compiled)
 
 
-def _on_convert(
+def _on_frame(
+    codes: Callable[[Any, Any], object],
     limited: Callable[[Any, Any], bool],
     again: Callable[[Any, Any, int], None],
     original: Any,
     self: Any,
     frame: Any,
     cache_entry: Any,
-    hooks: Any,
     frame_state: Any,
-    *args: Any,
-    **kwargs: Any,
 ) -> Any:
-    owner = self._torchdynamo_orig_backend
-    splitter = ddp.splitter_of(owner)
-    call = functools.partial(original, self, frame, cache_entry, hooks, frame_state, *args, **kwargs)
-    program = owner if splitter is None else splitter.backend_compile_fn
-    result = left.convert(call, frame, frame_state, program, functools.partial(again, owner, frame))
-    if left.limited(frame.f_code, result) and limited(owner, frame):
-        result.apply_to_code = False
-    return result
-
-
-def _on_frame(codes: Callable[[Any, Any], object], original: Any, self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-    result = original(self, frame, *args, **kwargs)
+    call = functools.partial(original, self, frame, cache_entry, frame_state)
+    converter = self._torchdynamo_orig_backend
+    if type(converter).__name__ == "ConvertFrame":
+        owner = converter._torchdynamo_orig_backend
+        result = left.convert(call, frame, frame_state, owner, functools.partial(again, owner, frame))
+        if left.limited(frame.f_code, result) and limited(owner, frame):
+            result.apply_to_code = False
+    else:
+        result = call()
     if result.guarded_code is None and result.apply_to_code and _torch_private.kept_out() is not None and codes(self, None) is not None:
         result.apply_to_code = False  # what is around the call is the reason, and not the code
     return result
 
 
 def _on_step(original: Any, self: Any) -> Any:
-    observer = getattr(self.output, _KEPT, None)
-    if observer is not None:
-        observer.before(self)
-        if parametrized.active(self.output):
-            parametrized_hooks.before(observer, self)
-    return original(self)
+    observer = observed.of(self.output)
+    if observer is None:
+        return original(self)
+    answer = observer.before(self)
+    parametrized_hooks.before(observer, self)
+    speculation = self.current_speculation
+    going = original(self)
+    if answer is not None:
+        self.stack[-1] = answer
+    if observer.cut and self.current_speculation is not speculation:
+        control.cut(self)
+    return going
 
 
-def _on_speculate(original: Any, self: Any) -> Any:
-    """Where Dynamo may break the graph: it does, by its own means, in front of the statement that the observer names."""
-    entry = original(self)
-    observer = getattr(self.output, _KEPT, None)
-    if observer is not None and not self.stack and observer.cuts(self) and not entry.failed(self):
-        entry.fail_and_restart_analysis(self.error_on_graph_break)
-    return entry
-
-
-def _on_run(original: Any, self: Any) -> Any:
-    observer = getattr(self.output, _KEPT, None)
-    if observer is None or self.output.root_tx is not self:
+def _on_run(start: Callable[[Any, Any, bool], Observer | None], original: Any, self: Any) -> Any:
+    observer = _begin(start, self)
+    if observer is None:
         return original(self)
     try:
         result = original(self)
@@ -312,183 +187,26 @@ def _on_run(original: Any, self: Any) -> Any:
     return result
 
 
-def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    # The compiler shares the environment: with the flags, it would read numbers out of index tensors that it leaves alone without them.
-    settings = getattr(self, _SETTINGS, None)
-    if settings is not None:
-        self.shape_env.settings = settings
-    observer = getattr(self, _KEPT, None)
-    if observer is None:
-        return original(self, *args, **kwargs)
-    if fresh_leaves.missed(self):
-        observer.leaves_missed()
-    observer.compiling(self.shape_env)
-    with ddp.split_last(self):
-        compiled = original(self, *args, **kwargs)
-    observer.compiled()
-    if observer.related and (observer.crossed or observer.joins(self.shape_env)):
-        why = relations.watch(self, observer.related)
-        if why is not None:
-            observer.unrelated(why)
-    if observer.joins(self.shape_env) or checkpoints.collected(self) or observer.registering:
-        module_calls.watch(self, observer.traced)
-    if observer.apart is not None:
-        told_apart.watch(self, observer.apart)
-    armed.watch(self)
-    return compiled
-
-
 def _on_new(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     self.moefuse_created = creation_clock.now()
 
 
-def _on_mutation(original: Any, self: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
-    output = self.output_graph_weakref()
-    observer = getattr(output, _KEPT, None)
-    if observer is not None:
-        if not parametrized.answering(output):
-            observer.mutated(variable)
-        if args and parametrized.active(output):
-            parametrized_hooks.stored(observer, output, variable, args[0])
-    return original(self, variable, *args, **kwargs)
-
-
 def _on_checkpoint(original: Any, self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
-    observer = getattr(translator.output, _KEPT, None)
+    observer = observed.of(translator.output)
     if observer is None or not observer.collects:
         return original(self, translator, args, kwargs)
     with checkpoints.begin(self, translator, kwargs):
         return original(self, translator, args, kwargs)
 
 
-def _on_allow(original: Any, self: Any) -> Any:
-    output = self.output_graph_weakref()
-    return original(self) and not (output is not None and checkpoints.inside(output))
-
-
-def _on_check(original: Any, self: Any, variable: Any) -> Any:
-    output = self.output_graph_weakref()
-    return (output is not None and checkpoints.written(output, variable)) or original(self, variable)
-
-
-def _on_prune(original: Any, self: Any, translator: Any) -> None:
-    original(self, translator)
-    observer = getattr(translator.output, _KEPT, None)
-    if observer is not None and checkpoints.outlives(self, translator):
-        observer.outlived()
-
-
-def _on_iterator(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def _on_generator(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
-    for made in (self, getattr(self, "inline_tracer", None)):
-        if made is not None:
-            creation_clock.record(made)
-
-
-def _on_advance(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    observer = getattr(getattr(translator, "output", None), _KEPT, None)
-    if observer is not None:
-        observer.advanced(self, translator)
-    return original(self, translator, *args, **kwargs)
-
-
-def _on_function(original: Any, self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
-    observer = getattr(translator.output, _KEPT, None)
-    if observer is None or not observer.makes_leaves or not fresh_leaves.asked(self.value, kwargs):
-        return original(self, translator, args, kwargs)
-    return fresh_leaves.make(translator.output, functools.partial(original, self, translator, args), kwargs, args)
-
-
-def _on_method(original: Any, self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
-    observer = getattr(translator.output, _KEPT, None)
-    if observer is None or not observer.makes_leaves:
-        return original(self, translator, name, args, kwargs)
-    if name == "requires_grad_" and fresh_leaves.told(args, kwargs) and fresh_leaves.turn(translator.output, self):
-        return self
-    if not fresh_leaves.asked(name, kwargs):
-        return original(self, translator, name, args, kwargs)
-    return fresh_leaves.make(translator.output, functools.partial(original, self, translator, name, args), kwargs, [self, *args])
-
-
-def _on_named(way: str, original: Any, self: Any, translator: Any, *given: Any) -> Any:
-    call = _NAMED.get(given[0] if way == "call_method" else getattr(self.value, "__name__", ""))
-    observer = getattr(translator.output, _KEPT, None)
-    if call is None or observer is None:
-        return original(self, translator, *given)
-    return call(observer, way, original, self, translator, *given)
-
-
-def _split(observer: Observer, _: str, original: Any, self: Any, translator: Any, *given: Any) -> Any:
-    # ``rows.split(list(counts))``: Python makes numbers of these tensors, and Dynamo breaks the graph.
-    if not observer.scalars:
-        return original(self, translator, *given)
-    *before, args, kwargs = given
-    args, kwargs = [values.with_numbers(translator, a) for a in args], {k: values.with_numbers(translator, v) for k, v in kwargs.items()}
-    return original(self, translator, *before, args, kwargs)
-
-
-def _count(observer: Observer, way: str, original: Any, self: Any, translator: Any, *given: Any) -> Any:
-    # ``torch.bincount(ids, minlength=E)``, whose length Dynamo does not know.
-    *_, args, named = given
-    ids = [self, *args] if way == "call_method" else [*args, *([named["input"]] if "input" in named else [])]
-    named = {key: value for key, value in named.items() if key != "input"}
-    known = observer.counted(translator, ids[0], ids[1:], named) if ids else None
-    return original(self, translator, *given) if known is None else known
-
-
-_NAMED: dict[str, Callable[..., Any]] = {"split": _split, "split_with_sizes": _split, "bincount": _count}
-
-
-def _on_item(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    observer = getattr(translator.output, _KEPT, None)
-    if observer is None or not observer.scalars:
-        return original(self, translator, *args, **kwargs)
-    known = observer.read(translator, self)
-    if known is not None or not observer.numbers_traced:
-        return original(self, translator, *args, **kwargs) if known is None else known
-    from torch._dynamo import config
-
-    with config.patch(capture_scalar_outputs=True):
-        return original(self, translator, *args, **kwargs)
-
-
-def _on_index(original: Any, self: Any, translator: Any, argument: Any, *more: Any) -> Any:
-    # ``experts[row]`` with a tensor: torch 2.11 breaks the graph here, later releases read the number.
-    observer = getattr(translator.output, _KEPT, None)
-    node = values.tensor_node(argument)
-    if observer is None or node is None or known_tensor(node.meta.get("example_value")) is None:
-        return original(self, translator, argument, *more)
-    return argument.call_method(translator, "item", [], {})
-
-
-def _on_tolist(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    observer = getattr(translator.output, _KEPT, None)
-    known = observer.rows(translator, self) if observer is not None else None
-    if observer is not None and known is None:
-        observer.read(translator, self)
-    return original(self, translator, *args, **kwargs) if known is None else known
-
-
-def _on_unpack(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    observer = getattr(translator.output, _KEPT, None)
-    known = observer.numbers(translator, self) if observer is not None and not args and not kwargs else None
-    return original(self, translator, *args, **kwargs) if known is None else known
-
-
-def _on_contains(original: Any, items: Any, search: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    # Dynamo looks for a constant among the constants alone, and so says of symbolic numbers that none is equal.
-    items = list(items)
-    observer = getattr(translator.output, _KEPT, None)
-    if observer is not None:
-        observer.compared(translator, [*items, search])
-        if values.is_constant(search) and any(map(values.symbolic, items)):
-            return values.contains(translator, items, search)
-    return original(items, search, translator, *args, **kwargs)
+    creation_clock.record(self.inline_tracer)
 
 
 def current() -> Any:
     """The observer of the frame whose graph is being compiled; None outside Dynamo, or for a frame that is not ours."""
     from torch._guards import TracingContext
 
-    return getattr(TracingContext.try_get(), _KEPT, None)
+    return observed.of(TracingContext.try_get())

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moefuse.capture.dynamo import hooks
+from moefuse.capture.dynamo import hooks, points
 
 _MEMOS = {"nonzero": "nonzero_memo", "_unique2": "unique_memo", "_unique": "unique_memo"}
 """Operation -> the attribute of a fake argument with the length that it gave before."""
@@ -20,9 +20,10 @@ _MEMOS = {"nonzero": "nonzero_memo", "_unique2": "unique_memo", "_unique": "uniq
 
 def keep_open() -> None:
     """From now on, for frames of moefuse's own backend whose sizes may depend on data; nothing with a torch that keeps them elsewhere."""
-    from torch._subclasses import fake_impls
+    if not points.has("lengths"):
+        return
+    from torch._subclasses.fake_impls import op_implementations_dict
 
-    op_implementations_dict = getattr(fake_impls, "op_implementations_dict", {})
     for name, memo in _MEMOS.items():
         op = getattr(torch.ops.aten, name).default
         known = op_implementations_dict.get(op)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from moefuse.capture.dynamo import values
+
+CALLS = frozenset(("CALL", "CALL_KW", "CALL_FUNCTION_EX"))
+_ALWAYS_NAMED = sys.version_info >= (3, 14)
+"""``f(*args)`` has a place for keywords on the stack, with or without any."""
 
 _looked: dict[int, tuple[Any, Callable[[], None]]] = {}
 
@@ -37,6 +42,33 @@ def _called(translator: Any, inst: Any) -> list[Any]:
     return list(map(values.realized, translator.stack[begin - 2 : begin]))
 
 
+def call(translator: Any, inst: Any) -> tuple[Any, list[Any]]:
+    """(what an instruction calls, what that is given), with the items of lists and tuples, and the object of a method."""
+    # What is spread is looked into by the call as well.
+    parts = list(map(values.realized if inst.opname == "CALL_FUNCTION_EX" else values.plain, _parts(translator, inst)))
+    if not parts:
+        return None, []
+    others = [parts[0].obj] if hasattr(parts[0], "obj") else []
+    return parts[0], [w for v in [*others, *parts[1:]] for w in (values.plain(v), *_inside(v))]
+
+
+def called(translator: Any, inst: Any) -> Any:
+    """What an instruction calls."""
+    return next(_parts(translator, inst), None)
+
+
+def _parts(translator: Any, inst: Any) -> Iterator[Any]:
+    spread = inst.opname == "CALL_FUNCTION_EX"
+    named = inst.opname == "CALL_KW" or (spread and (_ALWAYS_NAMED or (inst.arg or 0) & 1))
+    count = 2 + (1 if spread else inst.arg or 0) + bool(named)
+    return (v for v in translator.stack[-count:] if v is not None and type(v).__name__ != "NullVariable")
+
+
+def _inside(variable: Any) -> list[Any]:
+    items = vars(variable).get("items")
+    return [values.plain(v) for v in items] if isinstance(items, list) else []
+
+
 def callee(translator: Any, inst: Any) -> Any:
     """The function that an instruction calls, if Dynamo does not trace into it; None for any other instruction."""
     if not inst.opname.startswith("CALL") or inst.arg is None or "EX" in inst.opname:
@@ -48,6 +80,12 @@ def callee(translator: Any, inst: Any) -> Any:
         if callable(found):
             return found
     return None
+
+
+def calls_iter(translator: Any, inst: Any) -> bool:
+    """Whether an instruction calls ``iter``, for which Dynamo has a class from torch 2.13 on."""
+    variable = values.realized(called(translator, inst))
+    return getattr(variable, "fn", None) is iter or type(variable).__name__ == "IterBuiltinVariable"
 
 
 def watch(variable: Any, looked: Callable[[], None]) -> None:

@@ -14,8 +14,6 @@ from torch.fx import Node
 
 from moefuse.capture.dynamo import values
 
-_INDEX = getattr(nn.ModuleList, "_get_abs_string_index", None)
-_GETITEM = nn.ModuleList.__getitem__
 _ITEM = re.compile(r"\._modules\['\d+'\]")
 _ROOT = re.compile(r"\b[LG]\['")
 _GUARDS = "moefuse_guards"
@@ -28,11 +26,15 @@ class UnknownError(Exception):
 def list_of(translator: Any) -> tuple[nn.ModuleList, str] | None:
     """The list, and the name of its source, whose ``__getitem__`` is reading its index; None anywhere else."""
     outer = getattr(translator, "parent", None)
-    if _INDEX is None or outer is None or translator.f_code is not _INDEX.__code__ or outer.f_code is not _GETITEM.__code__:
+    if outer is None or translator.f_code is not _code("_get_abs_string_index") or outer.f_code is not _code("__getitem__"):
         return None
     variable = values.realized(translator.symbolic_locals.get("self"))
     value, source = getattr(variable, "value", None), getattr(variable, "source", None)
     return (value, _name(source)) if type(value) is nn.ModuleList and source is not None else None
+
+
+def _code(method: str) -> Any:
+    return getattr(nn.ModuleList, method).__code__
 
 
 def item(list_name: str, row: int) -> str:

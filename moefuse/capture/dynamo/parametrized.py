@@ -66,26 +66,20 @@ class LeftError(Exception):
     """A registration of which not everything can be modelled; the text says why."""
 
 
-def available() -> bool:
-    """Whether this torch has what the hooks below need; without it parametrisations break the graph, as ever."""
-    from torch._dynamo.output_graph import OutputGraph
-    from torch._dynamo.variables.functions import UserFunctionVariable
-    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
-
-    points: dict[Any, tuple[str, ...]] = {
-        OutputGraph: ("compile_subgraph", "current_tx"),
-        UserFunctionVariable: ("call_function",),
-        UnspecializedNNModuleVariable: (reader(), "call_obj_hasattr", "manually_trace_nn_module_getattr"),
-        parametrize: ("_cache_enabled", "_register_parameter_or_buffer", "ParametrizationList"),
-    }
-    return all(hasattr(home, name) for home, names in points.items() for name in names)
+@contextmanager
+def left(observer: Any, output: Any) -> Iterator[None]:
+    """In this block what cannot be modelled has the frame traced again, registered by torch."""
+    try:
+        yield
+    except LeftError as error:
+        observer.registers(output.current_tx, str(error))
 
 
 def reader() -> str:
     """The method of Dynamo's that reads an attribute of a module: from torch 2.14 on it has the name of CPython's slot."""
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
-    return next((name for name in ("tp_getattro_impl", "var_getattr") if hasattr(UnspecializedNNModuleVariable, name)), "var_getattr")
+    return "tp_getattro_impl" if hasattr(UnspecializedNNModuleVariable, "tp_getattro_impl") else "var_getattr"
 
 
 def state_of(output: Any) -> State | None:
@@ -104,6 +98,12 @@ def active(output: Any) -> bool:
     """Whether something is registered here."""
     state = state_of(output)
     return state is not None and bool(state.modules)
+
+
+def registered_on(output: Any, variable: Any) -> bool:
+    """Whether something is registered on what a variable stands for."""
+    state = state_of(output)
+    return state is not None and id(getattr(variable, "value", None)) in state.modules
 
 
 def used(output: Any) -> bool:

@@ -1,112 +1,86 @@
-"""The methods of Dynamo that stand between a program and a registered module; each is as it was where nothing is registered."""
+"""What stands between a program and a registered module, in frames of ours: its variable, and those of torch's functions."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol
+from typing import Any
 
-from torch.fx import Node
-
-from moefuse.capture.dynamo import lists, parametrized, registering, values
+from moefuse.capture.dynamo import lists, observed, parametrized, points, registering, values
 
 
-class Observer(Protocol):
-    """What is asked of a frame of ours, and told."""
-
-    registering: bool
-
-    def registers(self, translator: Any, why: str) -> None: ...
-    def computed(self, translator: Any, nodes: Collection[Node]) -> bool: ...
-
-    @property
-    def parametrizes(self) -> bool: ...
-
-
-def install(wrap: Callable[[Any, str, Callable[..., Any]], None], kept: str) -> None:
-    """Wrap the methods, if this torch has them all; ``kept``: the attribute of an OutputGraph with its observer."""
-    if not parametrized.available():
-        return
-    from torch._dynamo.output_graph import OutputGraph
-    from torch._dynamo.variables.functions import UserFunctionVariable
-    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
-
-    def of(output: Any) -> Observer | None:
-        observer: Observer | None = getattr(output, kept, None)
-        return observer
-
-    wrap(UserFunctionVariable, "call_function", functools.partial(_on_call, of))
-    wrap(UnspecializedNNModuleVariable, parametrized.reader(), functools.partial(_on_attribute, of))
-    wrap(UnspecializedNNModuleVariable, "call_obj_hasattr", _on_hasattr)
-    wrap(UnspecializedNNModuleVariable, "manually_trace_nn_module_getattr", _on_getattr)
-    wrap(OutputGraph, "compile_subgraph", functools.partial(_on_end, of))
-
-
-_Of = Callable[[Any], Observer | None]
-
-
-def before(observer: Observer, translator: Any) -> None:
-    """An instruction is about to run while something is registered."""
+def before(observer: observed.Observer, translator: Any) -> None:
+    """An instruction is about to run: functions that it calls to register are replaced, and so is what asks a registered module."""
     at = translator.instruction_pointer
     if at is None:
         return
     inst = translator.instructions[at]
-    with _left(observer, translator.output):
-        parametrized.asks(translator, inst, lists.callee(translator, inst))
+    if inst.opname in lists.CALLS and observer.parametrizes and points.has("parametrisations"):
+        _replace(lists.called(translator, inst))
+    output = translator.output
+    if parametrized.state_of(output) is None:
+        return
+    if parametrized.reads_property(output, translator.f_code):
+        observer.registers(translator, "another is there for good, and `cached()` would keep its value")
+    if parametrized.active(output):
+        with parametrized.left(observer, output):
+            parametrized.asks(translator, inst, lists.callee(translator, inst))
 
 
-@contextlib.contextmanager
-def _left(observer: Observer, output: Any) -> Iterator[None]:
-    try:
-        yield
-    except parametrized.LeftError as error:
-        observer.registers(output.current_tx, str(error))
+def _replace(callee: Any) -> None:
+    function = values.realized(getattr(callee, "func", callee))  # behind functools.partial
+    if registering.handler(getattr(function, "fn", None)) is not None and type(function) is _classes()[0]:
+        function.__class__ = _classes()[1]
 
 
-def stored(observer: Observer, output: Any, variable: Any, name: object) -> None:
-    """An attribute is about to change while something is registered."""
-    with _left(observer, output):
-        parametrized.stored(output, variable, name)
+@functools.cache
+def _classes() -> tuple[type, type]:
+    from torch._dynamo.variables.functions import UserFunctionVariable
+
+    class Registers(UserFunctionVariable):
+        """A function that registers parametrisations, or takes them back."""
+
+        def call_function(self, translator: Any, args: Any, kwargs: Any) -> Any:
+            observer, answer = observed.of(translator.output), registering.handler(self.fn)
+            if observer is None or answer is None:
+                return super().call_function(translator, args, kwargs)
+            with parametrized.left(observer, translator.output):
+                found = answer(translator, list(args), dict(kwargs))
+            observer.registering = observer.registering or parametrized.used(translator.output)
+            if found is None:
+                return super().call_function(translator, args, kwargs)
+            if parametrized.registered_on(translator.output, found) and not hasattr(found, "moefuse_answers"):
+                kind: Any = type(found)
+                found.__class__ = _module(kind)
+            return found
+
+    return UserFunctionVariable, Registers
 
 
-def _on_call(of: _Of, original: Any, self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
-    answer = registering.handler(self.fn)
-    observer = of(translator.output)
-    if observer is None or not observer.parametrizes:
-        return original(self, translator, args, kwargs)
-    if answer is None:
-        if parametrized.reads_property(translator.output, self.get_code()):
-            observer.registers(translator, "another is there for good, and `cached()` would keep its value")
-        return original(self, translator, args, kwargs)
-    with _left(observer, translator.output):
-        found = answer(translator, list(args), dict(kwargs))
-    observer.registering = observer.registering or parametrized.used(translator.output)
-    return original(self, translator, args, kwargs) if found is None else found
+@functools.cache
+def _module(kind: Any) -> type:
+    reader = parametrized.reader()
 
+    class Answers(kind):  # type: ignore[misc]
+        """The variable of a module that something is registered on."""
 
-def _on_attribute(of: _Of, original: Any, self: Any, translator: Any, name: str) -> Any:
-    observer = of(translator.output)
-    if observer is None or not parametrized.active(translator.output):
-        return original(self, translator, name)
-    with _left(observer, translator.output):
-        found = parametrized.attribute(translator, self, name, observer.computed)
-    return original(self, translator, name) if found is None else found
+        moefuse_answers = True
 
+        def call_obj_hasattr(self, translator: Any, name: str) -> Any:
+            if parametrized.answers(translator.output, self, name):
+                return values.constant(True)
+            return super().call_obj_hasattr(translator, name)
 
-def _on_hasattr(original: Any, self: Any, translator: Any, name: str) -> Any:
-    if parametrized.answers(translator.output, self, name):
-        return values.constant(True)
-    return original(self, translator, name)
+        def manually_trace_nn_module_getattr(self, translator: Any, name: str) -> Any:
+            with parametrized.reading(translator, self):
+                return super().manually_trace_nn_module_getattr(translator, name)
 
+    def read(self: Any, translator: Any, name: str) -> Any:
+        observer = observed.of(translator.output)
+        if observer is None or not parametrized.active(translator.output):
+            return getattr(super(Answers, self), reader)(translator, name)
+        with parametrized.left(observer, translator.output):
+            found = parametrized.attribute(translator, self, name, observer.computed)
+        return getattr(super(Answers, self), reader)(translator, name) if found is None else found
 
-def _on_getattr(original: Any, self: Any, translator: Any, name: str) -> Any:
-    with parametrized.reading(translator, self):
-        return original(self, translator, name)
-
-
-def _on_end(of: _Of, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    observer = of(self)
-    if observer is not None and (parametrized.active(self) or parametrized.keeps(self)):
-        observer.registers(self.current_tx, "it is still there where the graph ends")
-    return original(self, *args, **kwargs)
+    setattr(Answers, reader, read)
+    return Answers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,12 @@ def plain(variable: Any) -> Any:
     if isinstance(variable, LazyVariableTracker):
         return variable.realize() if variable.is_realized() else variable
     return variable
+
+
+def _is_unseen(variable: Any) -> bool:
+    from torch._dynamo.variables.lazy import LazyVariableTracker
+
+    return isinstance(variable, LazyVariableTracker) and not variable.is_realized()
 
 
 def realized(variable: Any) -> Any:
@@ -90,6 +97,13 @@ def contains(translator: Any, items: list[Any], search: Any) -> Any:
     return functools.reduce(functools.partial(call, operator.or_), [call(operator.eq, x, search) for x in items if symbolic(x)])
 
 
+def negated(translator: Any, variable: Any) -> Any:
+    """``not variable``."""
+    from torch._dynamo.variables.builder import SourcelessBuilder
+
+    return SourcelessBuilder.create(translator, operator.not_).call_function(translator, [variable], {})
+
+
 def settled(variable: Any) -> Any:
     """A symbolic number as the constant that it is now, which is guarded; any other variable as it is."""
     from torch._dynamo.variables.tensor import SymNodeVariable
@@ -110,6 +124,13 @@ def items(variable: Any) -> list[Any]:
     return list(variable.items) if isinstance(variable, BaseListVariable) else []
 
 
+def members(variable: Any) -> list[Any]:
+    """What ``in`` looks for a number among: the items of a list, a tuple or a view of a dictionary; nothing of a range."""
+    from torch._dynamo.variables.lists import RangeVariable
+
+    return [] if isinstance(variable, RangeVariable) else items(variable) or list(getattr(variable, "view_items_vt", ()))
+
+
 def is_list_iterator(variable: Any) -> bool:
     """Whether a variable is the iterator of a list."""
     from torch._dynamo.variables.lists import ListIteratorVariable
@@ -122,6 +143,12 @@ def is_iterator(variable: Any) -> bool:
     from torch._dynamo.variables.iter import IteratorVariable
 
     return is_list_iterator(variable) or isinstance(variable, IteratorVariable)
+
+
+def iterates(variable: Any) -> bool:
+    """Whether a variable is an iterator, known to Dynamo or not yet looked at; of generators only what they run counts."""
+    variable = plain(variable)
+    return is_iterator(variable) or (_is_unseen(variable) and isinstance(variable.original_value(), Iterator))
 
 
 def is_generator(variable: Any) -> bool:
