@@ -228,7 +228,7 @@ class _Replacement:
                 run.verdicts[key] = verify(ctx, region, nodes, lowered.result, self.known, run.assumptions, inner)
             except Exception as error:  # whatever a user's region raises on synthetic tokens
                 if isinstance(error, _torch_private.asks_for_size()):
-                    return Lost("verification-error", region.anchor, {"detail": UNCOUNTED})
+                    return Lost("verification-error", region.anchor, {"detail": UNCOUNTED, "why": "uncounted"})
                 return Lost("verification-error", region.anchor, {"detail": f"{type(error).__name__}: {first_line(error)}"})
         verdict = run.verdicts[key]
         if not verdict.problem:
@@ -267,4 +267,5 @@ class _Replacement:
 
 def skipped(lost: Lost, anchor: Node | None = None) -> Skipped:
     """A refusal as the report has it; ``anchor``: the sum over experts that it is about."""
-    return Skipped(lost.code, text_of(lost), module_path(lost.node), location(lost.node), location(anchor) if anchor is not None else "")
+    combine = location(anchor) if anchor is not None else ""
+    return Skipped(lost.code, text_of(lost), module_path(lost.node), location(lost.node), combine, cause=lost.details.get("why", ""))

@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from moefuse.program.breaks import Stop
+from moefuse.program.breaks import Kind, Stop
 
 
 def dynamo_control_flow() -> tuple[type[BaseException], ...]:
@@ -79,13 +79,30 @@ def graph_break(made: object) -> Stop | None:
     reason = getattr(made, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    return Stop(break_text(reason.reason, reason.user_stack), _places(reason.user_stack), _setting(reason.reason), _changed(reason.reason))
+    return _stop(reason.reason, reason.user_stack)
 
 
 def tracing_stop(error: BaseException) -> Stop:
     """Where and why an error ended Dynamo's tracing."""
-    stack = getattr(error, "real_stack", None) or ()
-    return Stop(break_text(str(error).strip() or type(error).__name__, stack), _places(stack), _setting(error), _changed(error))
+    return _stop(str(error).strip() or type(error).__name__, getattr(error, "real_stack", None) or ())
+
+
+def _stop(reason: object, stack: Sequence[Any]) -> Stop:
+    said, places = in_words(reason), tuple((frame.filename, frame.lineno) for frame in stack)
+    kind = next((kind for phrase, kind in _KINDS.items() if re.search(phrase, said)), "")
+    return Stop(said, places, _setting(reason), _changed(reason), cast(Kind, kind))
+
+
+_KINDS: dict[str, Kind] = {
+    r"^Skip": "skipped",
+    r"(?i)^dynamic shape operator": "size",
+    r"(?i)^(dynamic slicing|data[- ]dependent|unsupported tensor\.(item|tolist))": "number",
+    r"^graph break in loop": "loop",
+    r"HOP: Unsafe side effect": "write",
+    r"requires_grad_\(\) intermediate": "requires-grad",
+    r"backwards hooks": "hooks",
+}
+"""What Dynamo stops at, by its text, which is read here alone."""
 
 
 def _setting(message: object) -> str:
@@ -100,10 +117,6 @@ def _changed(message: object) -> str:
     return "" if found is None else found[1]
 
 
-def _places(stack: Sequence[Any]) -> tuple[tuple[str, int], ...]:
-    return tuple((frame.filename, frame.lineno) for frame in stack)
-
-
 def compiler_failed(error: BaseException) -> bool:
     """Whether an error comes from a backend, by way of Dynamo, and not from the program."""
     from torch._dynamo.exc import BackendCompilerFailed
@@ -112,8 +125,7 @@ def compiler_failed(error: BaseException) -> bool:
 
 
 def break_text(reason: object, user_stack: Sequence[Any]) -> str:
-    place = f" at {user_stack[-1].filename}:{user_stack[-1].lineno}" if user_stack else ""
-    return f"{in_words(reason)}{place}"
+    return _stop(reason, user_stack).text
 
 
 _WORDS = {

@@ -12,8 +12,6 @@ from moefuse.evidence.suspects import Suspect
 from moefuse.program.breaks import Stop, users_place
 from moefuse.report.entries import Skipped
 
-_HOOKS = "backwards hooks"
-
 
 def refusal(stop: Stop | None, found: Suspect) -> Skipped | None:
     """The refusal of what looks like experts, for a break in its forward function; None where no code but ``nothing-found`` says it."""
@@ -21,7 +19,7 @@ def refusal(stop: Stop | None, found: Suspect) -> Skipped | None:
         return None
     inside = list(_modules(found.module, found.pairs[0].experts_names))
     code, details = "", {}
-    if _HOOKS in stop.text and any(m._backward_hooks or m._backward_pre_hooks for m in inside):
+    if stop.kind == "hooks" and any(m._backward_hooks or m._backward_pre_hooks for m in inside):
         code = "hook"
     elif "batchnorm.py" in stop.place and any(isinstance(m, _torch_private.BatchNorm) and m.training for m in inside):
         code, details = "not-row-local", {"op": "batch_norm"}

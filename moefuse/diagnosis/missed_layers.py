@@ -22,7 +22,6 @@ from moefuse.diagnosis import inside_experts
 from moefuse.errors import CODES, FusionError, message
 from moefuse.evidence.code_order import forward_of, router_decides
 from moefuse.evidence.few_bits import held
-from moefuse.evidence.opaque import NOTHING_CHOSEN
 from moefuse.evidence.suspects import Pair, Suspect, modules_of, place_of, suspects
 from moefuse.pipeline import publish
 from moefuse.program.breaks import TORCH, Stop, users_place
@@ -32,10 +31,9 @@ from moefuse.report.compilations import is_in
 from moefuse.report.entries import Fused, Skipped
 from moefuse.report.report import FusionReport
 
+NOTHING_CHOSEN = "no top-k, sort or argmax is in its graphs: where every token goes to every expert, there is nothing to leave out"
 LEFT = "an earlier torch.compile, of another model or backend, had Dynamo skip this code for all; call torch.compiler.reset() first"
 
-_BY_SIZE, _IN_LOOP = "Dynamic shape operator", "graph break in loop"
-_UNSAFE = "HOP: Unsafe side effect"
 _ONCE = "`torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True` does so in forward alone"
 _COLLECTED = (
     "the body of a checkpoint adds to a list outside of it. Where that list is made and used up within the compiled call, "
@@ -60,7 +58,6 @@ def _written(stop: Stop) -> str:
     return f"the body of a checkpoint {does}. {advice}; else {_ONCE}" if does else _COLLECTED
 
 
-_LEAKS = "requires_grad_() intermediate"
 _INPUTS = (
     "a hook has the embeddings' outputs require gradients, at which torch breaks the graph; where checkpoints have `use_reentrant=False` "
     "nothing needs that, and `model.disable_input_require_grads()` of transformers takes the hook away"
@@ -278,7 +275,7 @@ def _decided(call: _Call, found: Suspect, pair: Pair, inside: bool) -> str | Non
 def _stop_inside(report: FusionReport, found: Suspect) -> bool:
     """Whether a graph breaks in the forward function of a module, or a function is skipped in one around it."""
     own = (stop.inside(*found.place) for stop in report.stops)
-    skipped = (stop for stop in report.stops if stop.text.startswith("Skip"))
+    skipped = (stop for stop in report.stops if stop.kind == "skipped")
     around = (stop.inside(*place_of(module)) for stop in skipped for module in found.around)
     return any(place is not None for place in (*own, *around))
 
@@ -346,7 +343,7 @@ def _stop(report: FusionReport, found: Suspect) -> Stop | None:
     # One place may have stopped several attempts. Capture had taken a size that depends on data, and was stopped by something else; a loop
     # is only around what has stopped it. Of the rest, what a reader meets elsewhere, too, is what Dynamo did there in the end.
     here = [stop for stop in report.stops if stop.inside(file, lines) == first.inside(file, lines)]
-    told = [stop for stop in here if not stop.text.startswith((_BY_SIZE, _IN_LOOP))] or here
+    told = [stop for stop in here if stop.kind not in ("size", "loop")] or here
     return next((stop for stop in told if stop.text in report.graph_breaks), told[0])
 
 
@@ -359,15 +356,14 @@ def _cause(report: FusionReport, found: Suspect, evidence: str, around: Stop | N
     stop = _stop(report, found)
     if stop is not None:
         place = stop.inside(file, lines) or ""
-        hint = _written(stop) if _UNSAFE in stop.text else f"torch's hint: {stop.hint}"
-        reason = _users(stop).removesuffix(f" at {place}") + (f"; {hint}" if stop.hint else "")
+        hint = _written(stop) if stop.kind == "write" else f"torch's hint: {stop.hint}"
+        reason = _users(stop, place) + (f"; {hint}" if stop.hint else "")
         return f"the graph breaks inside it ({reason}), and what is left in graphs is no whole layer", place
     if around is not None:
-        hint = f"; {_INPUTS}" if any(_LEAKS in other.text for other in report.stops) else ""
+        hint = f"; {_INPUTS}" if any(other.kind == "requires-grad" for other in report.stops) else ""
         return f"the graph breaks in what is around it ({_users(around)}), and all of that runs in eager{hint}", own
-    texts = [text for text in report.opaque if text != NOTHING_CHOSEN]
-    if texts:
-        return texts[0], own
+    if report.opaque:
+        return report.opaque[0], own
     if evidence:
         routed = [pair for pair in found.pairs if pair.router is not None]
         chosen = any(flow.meeting(pair.router, pair.tensors, by_choice=True) for flow in report.flows for pair in routed)
@@ -383,13 +379,13 @@ def _cause(report: FusionReport, found: Suspect, evidence: str, around: Stop | N
     return "no graph has its experts in it, or none in a form that moefuse reads", own
 
 
-def _users(stop: Stop) -> str:
-    """The text of a break, with the user's line where its place is torch's own code."""
-    reason, _, place = stop.text.rpartition(" at ")
-    if not place.startswith(TORCH):
-        return stop.text
-    own = users_place(stop.stack)
-    return f"{reason} in {os.path.basename(place.rpartition(':')[0])} at {own}" if own else reason
+def _users(stop: Stop, said: str = "") -> str:
+    """The text of a break, with the user's line where its place is torch's own code; without the place that is said already."""
+    own, reason = stop.place, stop.reason
+    if own.startswith(TORCH):
+        own, reason = users_place(stop.stack), f"{reason} in {os.path.basename(own.rpartition(':')[0])}"
+        reason = reason if own else stop.reason
+    return reason if own in ("", said) else f"{reason} at {own}"
 
 
 __all__ = ["missing", "watch"]

@@ -15,7 +15,7 @@ from moefuse.capture.dynamo.control import environment
 from moefuse.capture.frame import Frame
 from moefuse.capture.ledger import refusals
 from moefuse.config import Options
-from moefuse.errors import UNCOUNTED, message
+from moefuse.errors import message
 from moefuse.passes.graph.assumptions import Undischarged
 from moefuse.passes.graph.symbols import unbacked_in
 from moefuse.pipeline.publish import USER_DECIDED, may_wait, raise_strict
@@ -100,7 +100,7 @@ def settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, undisch
     left = _left(gm) if frame.traces_data else None
     if left is not None:
         # Tokens are drawn in some number for the check. Where the graph breaks instead, that number is known, and the check is made.
-        report.skipped = [skipped for skipped in report.skipped if UNCOUNTED not in skipped.message]
+        report.skipped = [skipped for skipped in report.skipped if skipped.cause != "uncounted"]
         report.skipped += _beside_fused(_beside_experts(gm), report) if report.fused and not report.skipped else []
     if problems and report.fused and not report.skipped:
         report.skipped += _beside_fused(refusals(problems) or refusals(problems, of_any=True), report)

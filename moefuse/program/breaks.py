@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -19,8 +20,7 @@ PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _BETWEEN = (TORCH, *(os.path.join(PACKAGE, *names, "") for names in (("parallel",), ("capture", "dynamo"))))
 """Where torch's own code is: no line of a user's."""
 
-
-_BY_DATA = ("dynamic shape operator", "dynamic slicing", "data dependent", "unsupported tensor.item", "unsupported tensor.tolist")
+Kind = Literal["", "skipped", "size", "number", "loop", "write", "requires-grad", "hooks"]
 
 
 @dataclass(frozen=True)
@@ -28,26 +28,34 @@ class Stop:
     """One break of a graph.
 
     Attributes:
-        text: ``reason at file:line``.
+        reason: Dynamo's, in words.
         stack: the user's stack there as (file, line), outermost first.
         hint: torch's advice, where that is a setting; empty without one.
         changed: what the program was about to change, by the kind of object that Dynamo knows it as; empty if nothing.
+        kind: what Dynamo stopped at, of what moefuse has more to say about: a function that is skipped, a size or a number that depends
+            on data, a loop around another break, a write in a function that is run again, ``requires_grad_()``, hooks of backward.
     """
 
-    text: str
+    reason: str
     stack: tuple[tuple[str, int], ...] = ()
     hint: str = ""
     changed: str = ""
+    kind: Kind = ""
 
     @property
     def by_data(self) -> bool:
         """Whether it is at a size or a number that depends on data, where Dynamo breaks a graph that capture does not take."""
-        return self.text.lower().replace("-", " ").startswith(_BY_DATA)
+        return self.kind in ("size", "number")
 
     @property
     def place(self) -> str:
-        """The ``file:line`` of its text."""
-        return self.text.rpartition(" at ")[2]
+        """Its ``file:line``; empty where nobody knows it."""
+        return "{}:{}".format(*self.stack[-1]) if self.stack else ""
+
+    @property
+    def text(self) -> str:
+        """``reason at file:line``."""
+        return f"{self.reason} at {self.place}" if self.stack else self.reason
 
     def inside(self, file: str, lines: Collection[int]) -> str | None:
         """The innermost ``file:line`` of the stack that is among some lines of a file."""
@@ -126,6 +134,7 @@ def place_in(trace: str) -> str:
 __all__ = [
     "PACKAGE",
     "TORCH",
+    "Kind",
     "Stop",
     "code_at",
     "function_at",

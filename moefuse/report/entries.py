@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Literal, Self
 
 from moefuse.evidence.few_bits import Rounded
 from moefuse.evidence.flows import Flow
@@ -62,6 +62,9 @@ class Fused:
         }
 
 
+Cause = Literal["", "uncounted"]
+
+
 @dataclass(frozen=True)
 class Skipped:
     """One mixture-of-experts-looking region that stayed as it was, and why. ``code`` is a key of :data:`moefuse.errors.CODES`."""
@@ -78,6 +81,8 @@ class Skipped:
     """Which of all graphs that were given up that was, in their order; 0 for one that was not."""
     fused_too: bool = field(default=False, repr=False, compare=False)
     """Whether the layer is fused in another mode: in inference and not in training, for example."""
+    cause: Cause = field(default="", repr=False, compare=False)
+    """``uncounted``: of a check that could not run because nobody can say how many tokens to draw."""
 
     def to_dict(self) -> dict[str, object]:
         return {"code": self.code, "message": self.message, "module": self.module, "location": self.location}
