@@ -90,7 +90,7 @@ def tracing_stop(error: BaseException) -> Stop:
 def _stop(reason: object, stack: Sequence[Any]) -> Stop:
     said, places = in_words(reason), tuple((frame.filename, frame.lineno) for frame in stack)
     kind = next((kind for phrase, kind in _KINDS.items() if re.search(phrase, said)), "")
-    return Stop(said, places, _setting(reason), _changed(reason), cast(Kind, kind))
+    return Stop(break_text(reason, stack), said, places, _setting(reason), _changed(reason), cast(Kind, kind))
 
 
 _KINDS: dict[str, Kind] = {
@@ -125,7 +125,8 @@ def compiler_failed(error: BaseException) -> bool:
 
 
 def break_text(reason: object, user_stack: Sequence[Any]) -> str:
-    return _stop(reason, user_stack).text
+    place = f" at {user_stack[-1].filename}:{user_stack[-1].lineno}" if user_stack else ""
+    return f"{in_words(reason)}{place}"
 
 
 _WORDS = {

@@ -28,6 +28,7 @@ class Stop:
     """One break of a graph.
 
     Attributes:
+        text: ``reason at file:line``.
         reason: Dynamo's, in words.
         stack: the user's stack there as (file, line), outermost first.
         hint: torch's advice, where that is a setting; empty without one.
@@ -36,6 +37,7 @@ class Stop:
             on data, a loop around another break, a write in a function that is run again, ``requires_grad_()``, hooks of backward.
     """
 
+    text: str
     reason: str
     stack: tuple[tuple[str, int], ...] = ()
     hint: str = ""
@@ -51,11 +53,6 @@ class Stop:
     def place(self) -> str:
         """Its ``file:line``; empty where nobody knows it."""
         return "{}:{}".format(*self.stack[-1]) if self.stack else ""
-
-    @property
-    def text(self) -> str:
-        """``reason at file:line``."""
-        return f"{self.reason} at {self.place}" if self.stack else self.reason
 
     def inside(self, file: str, lines: Collection[int]) -> str | None:
         """The innermost ``file:line`` of the stack that is among some lines of a file."""
