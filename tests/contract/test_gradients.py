@@ -1,0 +1,215 @@
+"""Gradients: against those of the definition in float64, only what is asked for, and what is kept."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.contract.measure import gradients_right, pull, results
+from tests.contract.providers import BF16, F16, F32, F64, By, table
+from tests.contract.rows import BODIES, BOTH, CODED, EDGES, FACTORS, IDS, MANY, STORED, TERMS, WEIGHTS, X, Row
+from tests.contract.tier import ALONE, PACKED, WHOLE, TierRow
+from tests.cpu.ops_case import assert_equally_finite, not_finite, oracle_grads
+
+PLAIN = Row("plain", "the smallest call")
+TINY = {"tokens": 3, "hidden": 6, "inter": 4, "hidden_out": 7}
+APART = Row("apart", "gate and up are projections of their own", {"gating": "separate"})
+ON_INPUT = Row("apart-on-input", "routing weights in front", {"gating": "separate", "weight_on_input": True})
+WITH_TERMS, WITH_CODES = Row("terms", "factors, too", rank=3), Row("codes", "packed weights", encodings=("fp8 blocks", "", "nibbles"))
+
+
+def check(by: By, row: Row | TierRow, dtype: torch.dtype, **more: object) -> None:
+    """Every gradient of one call, with the strides of what it is of."""
+    it = row.drawn(by, dtype, **more)
+    args = it.copied(grad=True)
+    with by.running():
+        ours = results(it.run, args, it)
+    assert [g.stride() for g in ours[1:]] == [torch.empty_like(t).stride() for t in it.leaves(args)]
+    gradients_right(by, ours, it)
+
+
+@table(BODIES, dtypes=2, grad=True)
+def test_every_body(by: By, row: Row, dtype: torch.dtype) -> None:
+    check(by, row, dtype, **(TINY if by.interpreted else {}))
+
+
+@table(STORED, dtypes=4, grad=True)
+def test_every_storage(by: By, row: Row, dtype: torch.dtype) -> None:
+    check(by, row, dtype)
+
+
+@table(EDGES, dtypes=2, grad=True)
+def test_edges(by: By, row: Row, dtype: torch.dtype) -> None:
+    check(by, row, dtype)
+
+
+@table(MANY, lambda by: by.many, dtypes=2, grad=True)
+def test_many_rows(by: By, row: Row, dtype: torch.dtype) -> None:
+    check(by, row, dtype)
+
+
+@table(TERMS, dtypes=2, grad=True)
+def test_terms(by: By, row: Row, dtype: torch.dtype) -> None:
+    check(by, row, dtype)
+
+
+@table(CODED + BOTH, dtypes=2, grad=True)
+def test_weights_in_few_bits(by: By, row: Row, dtype: torch.dtype) -> None:
+    """Storage, scales and zeros have none."""
+    check(by, row, dtype)
+
+
+@table(ALONE + WHOLE + PACKED, dtypes=2, grad=True)
+def test_the_tier(by: By, row: TierRow, dtype: torch.dtype) -> None:
+    check(by, row, dtype)
+
+
+@table([Row("factors", "float32 beside 16 bits, as PEFT has them", rank=3, factors=F32),
+        Row("held", "experts in float32 with rows of 16 bits, as autocast asks for them", {"held": F32, "out_dtype": F32})],
+       lambda by: by.name in ("portable", "triton", "cuda"), grad=True)  # fmt: skip
+def test_wider_than_the_rows(by: By, row: Row, dtype: torch.dtype) -> None:
+    """Their gradients are as wide all the way: most are no numbers of 16 bits."""
+    narrow = F16 if by.interpreted else BF16
+    check(by, row, narrow)
+    it = row.drawn(by, narrow)
+    args = it.copied(grad=True)
+    with by.running():
+        grads = results(it.run, args, it)[1:]
+    wide = [g for g, t in zip(grads, it.leaves(args), strict=True) if t.dtype == F32]
+    assert all(g.dtype == F32 for g in wide)
+    for g in (g for g in wide if g.dim() == 3 or by.name != "portable"):  # of a bias with one row it is that row
+        assert float((g != g.to(narrow).float())[g != 0].double().mean()) > 0.5
+
+
+@table(BODIES, grad=True, few=True)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_gradient_that_is_not_finite(by: By, row: Row, dtype: torch.dtype, value: float) -> None:
+    """Where relu or a clamp is off the gradient is zero: selected as in eager, and not a product, which would be NaN."""
+    it = row.drawn(by, dtype, inter=9)
+    args, same = it.copied(grad=True), it.copied(grad=True)
+    with by.running():
+        out = it.run(args)
+        ours = list(torch.autograd.grad(out, it.leaves(args), not_finite(out.detach(), value)))
+    out = it.meaning(same)
+    assert_equally_finite(ours, oracle_grads(out, it.leaves(same), not_finite(out.detach(), value)), rtol=1e-4, atol=1e-5)
+
+
+@table([APART, ON_INPUT, WITH_TERMS, WITH_CODES], grad=True)
+def test_only_what_is_asked_for(by: By, row: Row, dtype: torch.dtype) -> None:
+    """Each input alone gets the gradient that it gets with the others, to the bit, and the others get none."""
+    it = row.drawn(by, dtype, **({"hidden": 6, "inter": 4, "tokens": 3} if by.interpreted else {}))
+    args = it.copied(grad=True)
+    with by.running():
+        every = results(it.run, args, it)[1:]
+        for i, expected in enumerate(every):
+            alone = it.copied()
+            leaf = it.leaves(alone)[i].requires_grad_()
+            out = it.run(alone)
+            (one,) = torch.autograd.grad(out, leaf, pull(out.detach()))
+            assert torch.equal(one, expected), i
+
+
+@table([PLAIN, APART, ON_INPUT, WITH_TERMS], lambda by: F64 in by.computes("terms", True) and not by.interpreted, grad=True)
+def test_gradcheck(by: By, row: Row, dtype: torch.dtype) -> None:
+    it = row.drawn(by, F64, tokens=3, hidden=3, inter=2, hidden_out=2)
+    args = it.copied(grad=True)
+
+    def f(*flat: Tensor) -> Tensor:
+        source = iter(flat)
+        return it.run([
+            a if i not in it.places else [next(source) for _ in a] if isinstance(a, list) else next(source) for i, a in enumerate(args)
+        ])  # fmt: skip
+
+    with by.running():
+        assert torch.autograd.gradcheck(f, it.leaves(args))
+
+
+@table([PLAIN, APART, WITH_TERMS], grad=True)
+def test_an_expanded_gradient_and_a_transposed_input(by: By, row: Row, dtype: torch.dtype) -> None:
+    """sum() hands back a gradient of stride 0; x may be any view."""
+    it = row.drawn(by, dtype)
+    found = []
+    for function, given, running in (
+        (it.run, None, by.running), (it.meaning, None, contextlib.nullcontext), (it.meaning, F64, contextlib.nullcontext),
+    ):  # fmt: skip
+        args = it.copied(given)
+        args[X] = args[X].t().contiguous().t()
+        for t in it.leaves(args):
+            t.requires_grad_()
+        with running():
+            found.append(torch.autograd.grad(function(args).sum(), it.leaves(args)))
+    for ours, own, exact in zip(*found, strict=True):
+        error, allowed = float((ours.double() - exact).norm()), float((own.double() - exact).norm())
+        assert error <= 2 * allowed + 16 * torch.finfo(dtype).eps * float(exact.norm())
+
+
+@table([PLAIN, WITH_TERMS], grad=True)
+def test_experts_that_nobody_chose_get_zeros(by: By, row: Row, dtype: torch.dtype) -> None:
+    it = row.drawn(by, dtype, experts=6, low_id=2, high_id=3, separate=True)
+    args = it.copied(grad=True)
+    with by.running():
+        it.run(args).sum().backward()
+    for part in (args[3], *([] if len(args) < 10 else args[FACTORS])):
+        assert [bool((w.grad != 0).any()) for w in part] == [e == 2 for e in range(len(part))]
+
+
+@table([PLAIN, WITH_TERMS], grad=True)
+def test_no_tokens_keep_autograd_connected(by: By, row: Row, dtype: torch.dtype) -> None:
+    """Zeros and never None: data parallel ranks without tokens need them."""
+    it = row.drawn(by, dtype, tokens=0)
+    args = it.copied(grad=True)
+    with by.running():
+        it.run(args).sum().backward()
+    assert all(t.grad is not None and not t.grad.any() for t in it.leaves(args))
+
+
+@table([PLAIN, WITH_TERMS, WITH_CODES], lambda by: by.name in ("portable", "c++"), grad=True)
+def test_what_is_kept_depends_on_no_routing_and_is_no_weight(by: By, row: Row, dtype: torch.dtype) -> None:
+    """Only inputs of the op, h, order, offsets, and u of the terms."""
+    shapes = []
+    for low, high in ((0, 1), (0, 3), (-5, 0)):
+        it, saved = row.drawn(by, dtype, low_id=low, high_id=high), []
+        args = it.copied(grad=True)
+        with by.running(), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            it.run(args)
+        given = {t.data_ptr() for a in args for t in ([a] if isinstance(a, Tensor) else a)}
+        own = [tuple(t.shape) for t in saved if t.data_ptr() not in given]
+        shapes.append([tuple(t.shape) for t in saved])
+        assert all(t.data_ptr() in given for t in saved if t.dim() == 3)
+        slots, experts = args[IDS].numel(), 3 if "experts" not in by.sizes else by.sizes["experts"]
+        expected = {(slots,), (experts + 1,)} | (set() if row.op == "experts" else {(slots, 2 * row.rank)})
+        assert expected <= {*own}
+        assert len(own) == len(expected) + 1
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+@table([PLAIN, WITH_TERMS], lambda by: by.name in ("portable", "c++"), grad=True)
+def test_checkpoints_modes_and_changes_in_place(by: By, row: Row, dtype: torch.dtype) -> None:
+    """A checkpoint computes the same; without gradients nothing wants any; what changes before backward is an error."""
+    it = row.drawn(by, dtype)
+    args = it.copied(grad=True)
+    with by.running():
+        expected = torch.autograd.grad(it.run(args).sum(), it.leaves(args))
+        out = torch.utils.checkpoint.checkpoint(lambda x: it.run([x, *args[1:]]), args[X], use_reentrant=False)
+        assert all(map(torch.equal, torch.autograd.grad(out.sum(), it.leaves(args)), expected))
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert not it.run(args).requires_grad
+        out = it.run(args)
+        with torch.no_grad():
+            args[3][0].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@table([PLAIN], lambda by: BF16 in by.dtypes, grad=True)
+def test_gradients_of_a_wider_result_have_the_dtype_of_what_they_are_of(by: By, row: Row, dtype: torch.dtype) -> None:
+    it = row.drawn(by, BF16, out_dtype=F32)
+    args = it.copied(grad=True)
+    with by.running():
+        it.run(args).sum().backward()
+    assert {t.grad.dtype for t in it.leaves(args) if t.grad is not None} == {BF16}
+    assert args[WEIGHTS].grad is not None
