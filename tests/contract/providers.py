@@ -169,6 +169,13 @@ class By:
     grad_dtypes: Sequence[torch.dtype] = ()
     """Those in which it has gradients, if they are fewer."""
 
+    @property
+    def here(self) -> bool:
+        """It can run in this process."""
+        if self.device == "cuda":
+            return torch.cuda.is_available()
+        return self.interpreted == INTERPRETED and (HAVE_TRITON or not self.interpreted)
+
     def computes(self, op: str, grad: bool = False) -> list[torch.dtype]:
         """The dtypes of a kind of call; weights in few bits have no kernels for float64 on a GPU."""
         kernels = self.interpreted or self.device == "cuda"
@@ -205,14 +212,14 @@ TRITON = functools.partial(By, dtypes=(F32, F16), sizes=ODD, interpreted=True, s
 PROVIDERS = [
     By("portable", portable, (*KINDS, *TIER), (F64, F32, BF16, F16), many=True),
     By("parts", functools.partial(portable, parts=True), ("experts",), (F64, BF16)),
-    By("c++", compiled, ("experts",), (F64, F32, BF16, F16), LOOPS, many=True, grad_dtypes=(F32, BF16, F16)),
+    By("c++", compiled, ("experts",), (F64, F32, BF16, F16), {**LOOPS, "tokens": 230}, many=True, grad_dtypes=(F32, BF16, F16)),
     By("c++ few", functools.partial(compiled, few=True), ("experts",), (F64, F32, BF16, F16), LOOPS, trains=False),
     By("dense", lambda: _dense(), ("experts",), (F64, BF16), trains=False),
     TRITON("triton", triton, (*KINDS[:3], *TIER), dtypes=(F64, F32, F16), shown=3),
     *(TRITON(f"triton {form}", functools.partial(triton, form), ("experts",), trains=False)
       for form in ("tiles", "tiles swapped", "vectors", "vectors in parts")),
-    By("cuda", on_device, (*KINDS[:3], *TIER), (F64, F32, BF16, F16), DEVICE, many=True, device="cuda"),
-    By("cuda few", on_device, ("experts", "terms"), (F64, F32, BF16, F16), {**DEVICE, "tokens": 3, "top_k": 2}, device="cuda"),
+    By("cuda", on_device, (*KINDS[:3], *TIER), (BF16, F32, F16, F64), DEVICE, many=True, device="cuda", grad_dtypes=(F32, BF16, F64, F16)),
+    By("cuda few", on_device, ("experts", "terms"), (BF16, F32, F16, F64), {**DEVICE, "tokens": 3, "top_k": 2}, device="cuda"),
 ]  # fmt: skip
 
 
@@ -226,14 +233,16 @@ def _dense() -> Iterator[None]:
 def table(rows: Sequence[Any], keep: Callable[[By], bool] = lambda by: True, dtypes: int = 1, grad: bool = False, few: bool = False) -> Any:
     """A test of each row by each who takes it, in the first ``dtypes`` of its dtypes: ``(by, row, dtype)``.
 
-    ``few``: the test has other parameters, too, so fewer cases are shown in the interpreter.
+    On a GPU half as many, for each is compiled. ``few``: the test has other parameters, too, so the interpreter shows fewer cases.
     """
     cases = []
     for by in PROVIDERS:
         if not keep(by) or (grad and not by.trains):
             continue
         taken = [row for row in rows if row.op in by.takes]
-        own = [(row, dtype) for row in taken for dtype in by.computes("codes" if getattr(row, "encoding", "") else row.op, grad)[:dtypes]]
+        most = max(dtypes // 2, 1) if by.device == "cuda" else dtypes
+        own = [(row, dtype) for row in taken for dtype in by.computes("codes" if getattr(row, "encoding", "") else row.op, grad)[:most]]
+        own = own if by.here else own[:1]  # shown as skipped
         shown = _spread(len(own), by.shown // (3 if few else 1)) if by.shown else {*range(len(own))}
         for i, (row, dtype) in enumerate(own):
             marks = [*by.marks(), *([] if i in shown else [pytest.mark.thorough])]

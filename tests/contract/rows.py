@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,18 +24,19 @@ X, IDS, WEIGHTS, FACTORS, CODES = 0, 1, 2, slice(9, 15), 15
 class Drawn:
     """The tensors of one call: ``run`` is the op, ``meaning`` its definition, which takes the same in float64, too.
 
-    ``places`` are the arguments that have gradients; ``experts`` are those that have a part for each expert.
+    ``places`` are the arguments that have gradients.
     """
 
     args: list[Any]
     run: Callable[[list[Any]], Tensor]
     meaning: Callable[[list[Any]], Tensor]
     places: tuple[int, ...]
-    experts: tuple[int, ...] = ()
     call: tuple[Any, dict[str, Any]] = (None, {})
     """The op and its options, for ``opcheck``."""
     dtype: torch.dtype = torch.float32
     """The one that is computed in."""
+    plain: Sequence[Any] = ()
+    """The arguments of ``experts`` with the weights that codes mean."""
 
     def leaves(self, args: list[Any] | None = None) -> list[Tensor]:
         """What has a gradient, of ``args`` or of the call."""
@@ -48,7 +49,7 @@ class Drawn:
         def copy(t: Any, leaf: bool) -> Any:
             if not isinstance(t, Tensor):
                 return t
-            own = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) if dense(t) else t
+            own = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) if without_gaps(t) else t
             own = own.to(dtype) if leaf and dtype is not None else own
             return own.detach().requires_grad_() if leaf and grad else own.detach()
 
@@ -56,7 +57,7 @@ class Drawn:
         return [[copy(t, leaf[i]) for t in a] if isinstance(a, list) else copy(a, leaf[i]) for i, a in enumerate(self.args)]
 
 
-def dense(t: Tensor) -> bool:
+def without_gaps(t: Tensor) -> bool:
     """A tensor without gaps, of which nothing is there twice."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense(t))
 
@@ -89,13 +90,13 @@ class Row:
         if self.encodings:
             given |= {name: -(-given.get(name, 32) // 32) * 32 for name in ("hidden", "inter", "hidden_out")}
         case = Case(**given, dtype=dtype)
-        args, plain, options = coded(case, *(by.encoding(n) if n else None for n in self.encodings or ("", "", "")))
+        args, dense, options = coded(case, *(by.encoding(n) if n else None for n in self.encodings or ("", "", "")), in_out=case.transposed)
         if self.rank:
-            args[FACTORS] = self._terms(case, plain)
+            args[FACTORS] = self._terms(case, dense)
         if self.change is not None:
             self.change(args)
         args = [[t.to(device) for t in a] if isinstance(a, list) else a.to(device) for a in args]
-        held = {i: [t.to(device) for t in plain[i]] for i, text in enumerate(options["encodings"], 3) if text}
+        held = {i: [t.to(device) for t in dense[i]] for i, text in enumerate(options["encodings"], 3) if text}
         op, options = self._op(options)
         count = 9 if self.op == "experts" else 16
 
@@ -110,7 +111,8 @@ class Row:
             return experts_reference(*given[:3], *whole, *given[6:9], **{**case.options, "out_dtype": None if wide else case.out_dtype})
 
         places = (X, WEIGHTS, *(() if held else (3, 4, 5)), 6, 7, 8, *range(9, 15))
-        return Drawn(args[:count], run, meaning, tuple(i for i in places if i < count), tuple(range(3, count)), (op, options), dtype)
+        places = tuple(i for i in places if i < count)
+        return Drawn(args[:count], run, meaning, places, (op, options), dtype, [held.get(i, a) for i, a in enumerate(args[:9])])
 
     def _op(self, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if self.op != "experts":
@@ -118,10 +120,10 @@ class Row:
         del options["encodings"]
         return torch.ops.moefuse.recomputed_experts if self.recompute else torch.ops.moefuse.experts, options
 
-    def _terms(self, case: Case, plain: list[Any]) -> list[list[Tensor]]:
+    def _terms(self, case: Case, given: list[Any]) -> list[list[Tensor]]:
         g = torch.Generator().manual_seed(case.seed + 3)
         found: list[list[Tensor]] = []
-        for w in plain[3:6]:
+        for w in given[3:6]:
             for shape in ((self.rank, w[0].shape[-1]), (w[0].shape[-2], self.rank)) if w else ((), ()):
                 t = torch.randn(case.experts, *shape, generator=g, dtype=torch.float64) / (shape[-1] if shape else 1) ** 0.5
                 t = t.to(self.factors or case.dtype)
@@ -222,7 +224,7 @@ TERMS = [
 CODED = [
     *(
         Row(f"{name}-{storage}", "each kind of encoding that libraries have", STORAGES[storage], encodings=(name, "", name))
-        for name, storage in itertools.product(ENCODINGS, ("stacked", "separate"))
+        for name, storage in itertools.product(ENCODINGS, STORAGES)
     ),
     *(
         Row(f"{gating}-{where}-{'+'.join(n or 'plain' for n in names)}",
@@ -242,5 +244,11 @@ BOTH = [
         rank=3, encodings=("fp8 blocks", "nibbles, zeros" if gating == "separate" else "", "int8 channels"), recompute=where == "input")
     for gating, where in itertools.product(GATINGS, ("output", "input"))
 ]  # fmt: skip
-PLAIN = [Row("experts", "the smallest call of each kind"), Row("terms", "the smallest with terms", rank=3),
-         Row("codes", "the smallest in few bits", encodings=("nibbles, zeros", "", "nibbles, zeros"))]  # fmt: skip
+SIZES = [
+    Row(name, "what a GPU cuts otherwise: rows of every number, whole 16 bytes and not, more slots than one sort takes", dict(zip(
+        ("tokens", "hidden", "inter", "hidden_out", "experts", "top_k"), sizes, strict=True)))
+    for name, sizes in {
+        "few": (3, 96, 64, 80, 9, 2), "some": (70, 96, 64, 96, 9, 4), "many": (1500, 136, 200, 264, 6, 2), "odd": (70, 51, 37, 45, 5, 3),
+        "sorted": (5000, 64, 32, 64, 20, 2), "wide": (3000, 512, 384, 512, 8, 4), "eights": (700, 136, 72, 200, 9, 2),
+    }.items()
+]  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.contract.measure import results
 from tests.contract.providers import BF16, F32, By, table
-from tests.contract.rows import GATINGS, IDS, STORAGES, WEIGHTS, Row
+from tests.contract.rows import CODED, GATINGS, IDS, STORAGES, WEIGHTS, Row
 from tests.contract.tier import TierRow
 
 ROWS = [
@@ -24,7 +24,11 @@ ROWS = [
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_from_run_to_run(by: By, row: Row, dtype: torch.dtype, tokens: int) -> None:
     """Results, and gradients where there are any; on a device the third call of a kind is the first that is played from a record."""
-    it = row.drawn(by, dtype) if isinstance(row, TierRow) else row.drawn(by, dtype, tokens=by.rows(tokens * (10 if by.many else 1)), experts=8)
+    it = (
+        row.drawn(by, dtype)
+        if isinstance(row, TierRow)
+        else row.drawn(by, dtype, tokens=by.rows(tokens * (10 if by.many else 1)), experts=8)
+    )
     trains = by.trains and dtype in by.computes(row.op, grad=True)
 
     def once() -> list[Tensor]:
@@ -34,6 +38,15 @@ def test_from_run_to_run(by: By, row: Row, dtype: torch.dtype, tokens: int) -> N
     first = once()
     for _ in range(1 if by.interpreted else 3):
         assert all(map(torch.equal, once(), first))
+
+
+@table(CODED[:-1], lambda by: by.name == "portable", dtypes=4)
+def test_packed_weights_as_unpacked_ones(by: By, row: Row, dtype: torch.dtype) -> None:
+    """Bit for bit, in the portable code."""
+    it = row.drawn(by, dtype)
+    options = {name: value for name, value in it.call[1].items() if name not in ("encodings", "scales", "recompute")}
+    with by.running():
+        assert torch.equal(it.run(it.args), torch.ops.moefuse.experts(*it.plain, **options))
 
 
 @table(ROWS[:3], grad=True, few=True)
@@ -91,7 +104,9 @@ def test_a_token_alone_as_among_others(by: By, row: Row, dtype: torch.dtype) -> 
 
 @table([Row("slots", "1e8 + 1 - 1e8 in float32 is 0 in this order, 1 in another")], lambda by: F32 in by.dtypes)
 def test_slots_are_summed_in_order(by: By, row: Row, dtype: torch.dtype) -> None:
-    it = row.drawn(by, F32, tokens=1, hidden=1, inter=1, hidden_out=1, experts=3, top_k=3, bias=False, gating="plain", activation="identity")
+    it = row.drawn(
+        by, F32, tokens=1, hidden=1, inter=1, hidden_out=1, experts=3, top_k=3, bias=False, gating="plain", activation="identity"
+    )
     for i in (3, 5):
         it.args[i] = [torch.ones_like(it.args[i][0])]
     it.args[0] = torch.ones_like(it.args[0])
@@ -109,5 +124,3 @@ def test_combine_accumulates_in_float32(by: By, row: TierRow, dtype: torch.dtype
     with by.running():
         xs, order, offsets = torch.ops.moefuse.permute(torch.ones(1, 1, dtype=of, device=by.device), ids, 3)
         assert torch.ops.moefuse.combine(xs, weights, order, offsets, 3, None).item() == 258
-
-

@@ -84,5 +84,3 @@ def test_compiled_forward_and_backward_with_any_number_of_tokens(row: Any, dtype
             assert_as_exact(got, want, exact, dtype)
         assert [g.stride() for g in results[0][1:]] == [t.stride() for t in leaves]
     assert counter.frame_count == 1
-
-

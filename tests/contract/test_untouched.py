@@ -72,7 +72,7 @@ def test_ids_out_of_range_contribute_nothing(by: By, row: Row, dtype: torch.dtyp
 
 
 @table([Row("plain", "rows of one token"), *ROWS[2:]], dtypes=4, few=True)
-@pytest.mark.parametrize("tokens", [5, 40])
+@pytest.mark.parametrize("tokens", [5, 300])
 def test_nan_stays_in_its_token(by: By, row: Row, dtype: torch.dtype, tokens: int) -> None:
     """One row less in a product of several may change the last bits of others, where the product is not the op's own."""
     it = row.drawn(by, dtype, tokens=by.rows(tokens), low_id=0, high_id=3, experts=3)
@@ -185,5 +185,3 @@ def test_views_of_every_kind(by: By, row: TierRow, dtype: torch.dtype) -> None:
                 continue
             found.append([out, *torch.autograd.grad(out, [given[0], *given[2], *given[3]], ones)])
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-
-

@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.contract.measure import right
-from tests.contract.providers import BF16, F32, F64, PROVIDERS, By, table
-from tests.contract.rows import BODIES, BOTH, CODED, GATINGS, STORAGES, STORED, TERMS, WEIGHTS, Row
+from tests.contract.providers import BF16, F16, F32, F64, PROVIDERS, By, table
+from tests.contract.rows import BODIES, BOTH, CODED, SIZES, STORAGES, STORED, TERMS, WEIGHTS, Row
 from tests.contract.tier import ALONE, PACKED, WHOLE
 from tests.cpu.ops_case import every_body
 
@@ -35,6 +35,16 @@ def test_every_body(by: By, row: Row, dtype: torch.dtype) -> None:
 @table(STORED, dtypes=4)
 def test_every_storage(by: By, row: Row, dtype: torch.dtype) -> None:
     check(by, row, dtype)
+
+
+@table(SIZES, lambda by: by.name == "cuda", dtypes=8)
+def test_every_size(by: By, row: Row, dtype: torch.dtype) -> None:
+    check(by, row, dtype)
+
+
+@table(STORED, lambda by: by.name == "cuda")
+def test_every_storage_of_many_rows(by: By, row: Row, dtype: torch.dtype) -> None:
+    check(by, row, dtype, tokens=700, hidden=136, inter=200, hidden_out=264, experts=6, top_k=2)
 
 
 @table(TERMS, dtypes=2)
@@ -71,15 +81,16 @@ def test_error_is_within_the_budget_of_the_reference(by: By, row: Row, dtype: to
     assert error.mean() <= 1.1 * allowed.mean() + floor / 100
 
 
-@table([PLAIN, Row("on-input", "the same with weights first", {"weight_on_input": True})], lambda by: BF16 in by.dtypes)
+@table([PLAIN, Row("on-input", "the same with weights first", {"weight_on_input": True})], few=True)
 @pytest.mark.parametrize("wider", [F32, F64])
 def test_out_dtype_keeps_the_sum(by: By, row: Row, dtype: torch.dtype, wider: torch.dtype) -> None:
     """In 16 bits a wider result has not been rounded; rounded it is the other one."""
-    wide, narrow = row.drawn(by, BF16, out_dtype=wider), row.drawn(by, BF16)
+    of = BF16 if BF16 in by.dtypes else F16
+    wide, narrow = row.drawn(by, of, out_dtype=wider), row.drawn(by, of)
     with by.running():
         out, rounded = wide.run(wide.args), narrow.run(narrow.args)
-    right(by, out, wide.meaning(wide.args), wide.meaning(wide.copied(F64)), BF16)
-    assert torch.equal(out.bfloat16(), rounded)
+    right(by, out, wide.meaning(wide.args), wide.meaning(wide.copied(F64)), of)
+    assert torch.equal(out.to(of), rounded)
 
 
 @table([PLAIN], lambda by: BF16 in by.dtypes)
@@ -107,6 +118,3 @@ def test_any_call(by: By, data: st.DataObject) -> None:
     storage = STORAGES[data.draw(st.sampled_from(sorted(STORAGES)))]
     body = {"activation": case.activation, "gating": case.gating, "up_first": case.up_first}
     check(by, PLAIN, data.draw(st.sampled_from(by.dtypes)), **sizes, **flags, **storage, **body)
-
-
-assert {*GATINGS} == {case.gating for case in every_body()}

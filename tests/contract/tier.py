@@ -129,8 +129,9 @@ class TierRow:
     form: str = "stacked"
     bias: bool = True
     encoding: str = ""
+    wider: bool = False
 
-    def drawn(self, by: Any, dtype: torch.dtype) -> Drawn:
+    def drawn(self, by: Any, dtype: torch.dtype, **_: Any) -> Drawn:
         """The call, on the device of who runs it."""
         ids, device = ROUTINGS[self.ids], by.device
         inp, out = (32, 48) if self.encoding else (by.sizes.get("hidden", 6), by.sizes.get("hidden_out", 5))
@@ -145,7 +146,7 @@ class TierRow:
             at = [[t.cpu() for t in a] if isinstance(a, list) else a.cpu() if isinstance(a, Tensor) else a for a in given]
             return meaning(at).to(device)  # type: ignore[no-any-return]
 
-        return Drawn(moved, run, on_host, places, (), (op, {}), dtype)
+        return Drawn(moved, run, on_host, places, (op, {}), dtype)
 
     def _permute(self, c: Call) -> Any:
         top_k = c.ids.shape[1]
@@ -170,8 +171,14 @@ class TierRow:
     def _combine(self, c: Call) -> Any:
         top_k = c.ids.shape[1]
         ys, weights = draw(c.ids.numel(), c.out, seed=1, dtype=c.dtype), draw(len(c.ids), top_k, seed=2, dtype=c.dtype)
-        args = [ys, weights if self.bias else None, c.order, c.offsets, top_k, None]
-        return args, ops.combine.default, (0, 1) if self.bias else (0,), lambda a: combined(*a[:5])
+        of = torch.promote_types(c.dtype, torch.float32) if self.wider else None
+        args = [ys, weights if self.bias else None, c.order, c.offsets, top_k, of]
+
+        def meaning(a: list[Any]) -> Tensor:
+            wide = a[0].dtype if of is None else torch.promote_types(a[0].dtype, torch.float32)
+            return combined(a[0].to(wide), *a[1:5])
+
+        return args, ops.combine.default, (0, 1) if self.bias else (0,), meaning
 
     def _body(self, c: Call) -> Any:
         args = [draw(len(c.ids), 6, dtype=c.dtype), c.ids, draw(len(c.ids), c.ids.shape[1], seed=1, dtype=c.dtype)]
@@ -186,6 +193,7 @@ ALONE = [
     *(TierRow(f"{op}-{form}", "weights are read where they lie", op, form=form) for op in ("linear", "rows") for form in FORMS),
     TierRow("linear-no-bias", "products alone", "linear", bias=False),
     TierRow("combine-no-weights", "sums alone", "combine", bias=False),
+    TierRow("combine-wider", "sums that are not rounded to 16 bits", "combine", wider=True),
 ]
 WHOLE = [TierRow(f"body-{ids}", "all ops of the tier together", "body", ids) for ids in ROUTINGS if ids != "uint8"]
 PACKED = [
