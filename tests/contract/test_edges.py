@@ -59,7 +59,7 @@ def test_strides_of_every_kind(by: By, row: Row, dtype: torch.dtype) -> None:
     right(by, out, it.meaning(it.args), it.meaning(it.copied(F64)), dtype)
     if by.device == "cpu" and not by.interpreted and row.name == "stacked":
         torch.testing.assert_close(out, plain)
-    assert not by.name.startswith("c++") or row.name != "stacked" or torch.equal(out, plain)
+    assert by.name != "c++ few" or row.name != "stacked" or torch.equal(out, plain)
 
 
 @table([Row("plain", "how many rows"), Row("separate", "how many rows", {"separate": True})], lambda by: by.name in ("c++ few", "c++"))

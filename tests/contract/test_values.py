@@ -104,17 +104,24 @@ def test_routing_weights_may_be_wider_than_x(by: By, row: Row, dtype: torch.dtyp
     assert not torch.equal(out, ones)
 
 
-@pytest.mark.parametrize("by", [pytest.param(by, marks=by.marks(), id=by.name) for by in PROVIDERS if by.trains])
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_call(by: By, data: st.DataObject) -> None:
-    """Any sizes, bodies and storages."""
+def any_call(by: By, data: st.DataObject) -> dict[str, Any]:
+    """Any sizes, bodies and storages; ``whole``: features are multiples of 8, so that rows can come through descriptors."""
     most = 200 if by.device == "cuda" else 12 if by.interpreted else 24
-    sizes = {name: data.draw(st.integers(1, most), name) for name in ("hidden", "inter", "hidden_out")}
-    sizes |= {"tokens": data.draw(st.integers(0, by.rows(300))), "experts": data.draw(st.integers(1, 9))}
+    whole = 8 if data.draw(st.booleans(), "whole") else 1
+    sizes = {name: whole * data.draw(st.integers(1, max(most // whole, 1)), name) for name in ("hidden", "inter", "hidden_out")}
+    sizes |= {"tokens": data.draw(st.integers(0, by.rows(300))), "experts": data.draw(st.integers(1, 40 if by.device == "cuda" else 9))}
     sizes |= {"top_k": data.draw(st.integers(1, 5)), "seed": data.draw(st.integers(0, 99))}
     case = data.draw(st.sampled_from(every_body()))
     flags = {"bias": data.draw(st.booleans()), "weight_on_input": data.draw(st.booleans())}
     storage = STORAGES[data.draw(st.sampled_from(sorted(STORAGES)))]
-    body = {"activation": case.activation, "gating": case.gating, "up_first": case.up_first}
-    check(by, PLAIN, data.draw(st.sampled_from(by.dtypes)), **sizes, **flags, **storage, **body)
+    return {**sizes, **flags, **storage, "activation": case.activation, "gating": case.gating, "up_first": case.up_first}
+
+
+each = pytest.mark.parametrize("by", [pytest.param(by, marks=by.marks(), id=by.name) for by in PROVIDERS if by.trains])
+
+
+@each
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_call(by: By, data: st.DataObject) -> None:
+    check(by, PLAIN, data.draw(st.sampled_from(by.dtypes)), **any_call(by, data))
