@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.contract.providers import BF16, F32, F64, PROVIDERS, By, table
+from tests.contract.providers import BF16, F32, F64, INTERPRETED, PROVIDERS, By, table
 from tests.contract.rows import IDS, WEIGHTS, Row, X
 from tests.contract.tier import TierRow
 from tests.cpu.ops_case import assert_as_exact
 
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="unset TRITON_INTERPRET")
 PORTABLE = next(by for by in PROVIDERS if by.name == "portable")
 ROWS: list[tuple[Row | TierRow, torch.dtype]] = [
     (Row("stacked", "the usual call"), F64),
