@@ -86,7 +86,7 @@ KERNELS = [
 
 
 def caught(fault: Fault, copy: Path) -> bool:
-    """Whether its tests fail with the fault in the copy, which is as before then."""
+    """Whether its tests fail with the fault in the copy, which is as before then. All cases run, also those of which a sample is shown."""
     path = copy / fault.file
     before = path.read_text()
     assert fault.old in before, fault
@@ -105,7 +105,13 @@ def caught(fault: Fault, copy: Path) -> bool:
     ]
     found = [f"{copy}", str(ROOT / ".venv/triton")] if INTERPRETED else [str(copy)]
     try:
-        done = subprocess.run(command, cwd=copy, env={**os.environ, "PYTHONPATH": os.pathsep.join(found)}, capture_output=True, check=False)
+        done = subprocess.run(
+            command,
+            cwd=copy,
+            env={**os.environ, "HYPOTHESIS_PROFILE": "deep", "PYTHONPATH": os.pathsep.join(found)},
+            capture_output=True,
+            check=False,
+        )
     finally:
         path.write_text(before)
     assert done.returncode in (0, 1), done.stdout.decode()[-2000:]
