@@ -71,15 +71,15 @@ test: $(TRITON)/.installed
 	$(BIN)/coverage json -q -o - | $(BIN)/python tests/line_coverage.py
 
 test-one-process: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu $(addprefix --ignore ,$(RULES)) --deselect $(CATALOGUE) -x -q -n auto \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu tests/contract $(addprefix --ignore ,$(RULES)) --deselect $(CATALOGUE) -x -q -n auto \
 		--dist worksteal --durations 50
 
 test-ranks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/dist -x -q --durations 10
 
 line-coverage: $(TRITON)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu -q -n auto --dist worksteal $(COVERED) --cov=kernels --cov-report=
-	PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -q -n auto $(COVERED) --cov=kernels --cov-append --cov-report=
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu tests/contract -q -n auto --dist worksteal $(COVERED) --cov=kernels --cov-report=
+	PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton tests/contract -q -n auto $(COVERED) --cov=kernels --cov-append --cov-report=
 	$(BIN)/coverage json -q -o - | $(BIN)/python tests/line_coverage.py
 
 test-transformers4: $(VENV4)/.installed
@@ -114,7 +114,8 @@ $(VENV4)/.installed $(VENV_TRL)/.installed:
 
 kernels: $(TRITON)/.installed
 	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/triton -x -q -n auto --dist worksteal --durations 15
-	PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -x -q -n auto --dist worksteal --durations 15
+	PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton tests/contract -x -q -n auto --dist worksteal \
+		--durations 15
 
 $(TRITON)/.installed: $(STAMP) requirements/triton.txt
 	$(BIN)/pip install --quiet --no-deps --target $(TRITON) -r requirements/triton.txt
@@ -125,13 +126,13 @@ $(DEEPSPEED)/.installed: $(STAMP) requirements/deepspeed.txt
 	@touch $@
 
 gpu: $(STAMP)
-	$(BIN)/python -m pytest tests/gpu -x -q
+	$(BIN)/python -m pytest tests/gpu tests/contract -m gpu -x -q
 
 dist-nightly: $(STAMP)
 	HYPOTHESIS_PROFILE=deep OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/dist -q
 
 deep: $(STAMP)
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/null tests/cpu -q
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/null tests/cpu tests/contract -q
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/layer_cpu.py

@@ -1,80 +1,32 @@
-"""``moefuse::experts`` under the machinery of torch: opcheck, torch.compile forward and backward, dynamic T, ids of any kind."""
+"""``moefuse::experts`` under the machinery of torch: what tests/contract/test_fakes.py has not."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moefuse.ops.meaning.call import ExpertsCall
-from tests.cpu.ops_case import Case, assert_as_exact, leaves, reference, run, to
+from tests.cpu.ops_case import Case, run
 
 CHECKED = [
     pytest.param(Case(), id="stacked"),
     pytest.param(Case(separate=True, gating="separate"), id="a-parameter-per-expert"),
     pytest.param(Case(transposed=True, gating="interleaved", weight_on_input=True), id="in-out-storage-weight-on-input"),
-    pytest.param(Case(bias=False, gating="plain", activation="relu2", dtype=torch.bfloat16, out_dtype=torch.float32), id="plain-bfloat16"),
-    pytest.param(Case(tokens=0), id="no-tokens"),
-    pytest.param(Case(experts=1, separate=True, top_k=1), id="list-of-one"),
 ]
 
 
-@pytest.mark.parametrize("requires_grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("case", CHECKED)
-def test_opcheck(case: Case, requires_grad: bool) -> None:
-    torch.library.opcheck(torch.ops.moefuse.experts.default, tuple(case.args(requires_grad)), case.options)
-
-
-@pytest.mark.parametrize("case", CHECKED[:3])
 def test_opcheck_of_the_internal_ops(case: Case) -> None:
-    data = tuple(case.args())
-    options = {"activation": "silu", "activation_args": [], "gating": "merged", "up_first": False, "weight_on_input": False}
-    tensors, counts, *body, dtype = ExpertsCall.of(*data, **options | {k: v for k, v in case.options.items() if k in options}).pack()
+    tensors, counts, *body, dtype = case.call().pack()
     torch.library.opcheck(torch.ops.moefuse.experts_forward.default, (tensors, counts, *body, dtype))
     out, h, order, offsets = torch.ops.moefuse.experts_forward(tensors, counts, *body, dtype)
     x, _, weights, *flat = tensors
     for needs in (0b11111111, 0b00100101):
         call = ([torch.ones_like(out), x, weights, h, order, offsets, *flat], counts, needs, *body)
         torch.library.opcheck(torch.ops.moefuse.experts_backward.default, call)
-
-
-COMPILED = [
-    pytest.param(Case(transposed=True), torch.float32, id="in-out-storage"),
-    pytest.param(Case(separate=True, gating="separate", activation="silu_clamp"), torch.float32, id="a-parameter-per-expert"),
-    pytest.param(Case(activation="swiglu_oai", weight_on_input=True), torch.bfloat16, id="bfloat16-with-constants"),
-]
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("case", "dtype"), COMPILED)
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled_forward_and_backward_with_any_number_of_tokens(case: Case, dtype: torch.dtype) -> None:
-    """One compilation serves every T; Inductor hands weights to the op with the strides they have."""
-    c = case.with_(dtype=dtype)
-    counter = CompileCounterWithBackend("inductor")
-
-    def f(args: list[Any]) -> Tensor:
-        return run([args[0].sin(), *args[1:]], **c.options).float().cos()
-
-    def exactly(args: list[Any]) -> Tensor:
-        return reference([args[0].sin(), *args[1:]], **c.options).cos()
-
-    compiled = torch.compile(f, backend=counter, fullgraph=True)
-    for tokens in (6, 9, 3, 17):
-        args = c.with_(tokens=tokens).args(requires_grad=True)
-        for t in args[:3]:
-            torch._dynamo.mark_dynamic(t, 0)
-        calls = ((compiled, args), (f, args), (exactly, to(args, torch.float64)))
-        ours, theirs, truths = ([out, *torch.autograd.grad(out.sum(), leaves(a))] for out, a in ((g(a), a) for g, a in calls))
-        for got, want, truth in zip(ours, theirs, truths, strict=True):
-            assert_as_exact(got, want, truth, dtype)
-        assert [g.stride() for g in ours[1:]] == [t.stride() for t in leaves(args)]
-    assert counter.frame_count == 1
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

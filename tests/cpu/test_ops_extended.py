@@ -36,25 +36,6 @@ def leaves(args: list[Any]) -> list[Tensor]:
     return [t.requires_grad_() for t in (args[0], args[2], *(t for some in args[6:15] for t in some))]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("on_input", [False, True])
-@pytest.mark.parametrize("gating", ["merged", "separate", "interleaved", "plain"])
-def test_values_and_gradients(gating: str, on_input: bool, recompute: bool) -> None:
-    """In float64, so a wrong gradient has nowhere to hide: those of the definition, with the weights that the codes mean."""
-    case = SMALL.with_(gating=gating, activation="relu2" if gating == "plain" else "silu", weight_on_input=on_input, separate=recompute)
-    first, up, last = ENCODINGS["fp8 blocks"], ENCODINGS["nibbles, zeros"] if gating == "separate" else None, ENCODINGS["int8 channels"]
-    args, dense, options = arguments(case, first, up, last)
-    given, wanted = leaves(args), leaves(dense)
-    out = torch.ops.moefuse.experts_extended(*args, **options, recompute=recompute)
-    expected = ExpertsCall.of_extended(*dense, **{**options, "encodings": None}).reference()
-    torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
-    pull = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
-    for mine, theirs in zip(torch.autograd.grad(out, given, pull), torch.autograd.grad(expected, wanted, pull), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
-    with torch.no_grad():
-        assert torch.equal(torch.ops.moefuse.experts_extended(*args, **options), out)
-
-
 @pytest.mark.parametrize("which", range(3))
 def test_weights_beside_codes_have_gradients(which: int) -> None:
     """One projection is in floating point, and trained."""
@@ -95,15 +76,6 @@ def test_routing_weights_of_rounded_rows_and_terms() -> None:
             one[:, slot] = 1
             y = torch.ops.moefuse.experts_extended(*args[:2], one, *args[3:], **options)
             torch.testing.assert_close(found[:, slot], (pull * y).sum(1), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fakes(dtype: torch.dtype) -> None:
-    case = SMALL.with_(dtype=dtype)
-    args, _, options = arguments(case, ENCODINGS["int8 channels"], None, ENCODINGS["nibbles, zeros"])
-    torch.library.opcheck(torch.ops.moefuse.experts_extended.default, tuple(args), options, test_utils=("test_schema", "test_faketensor"))
-    leaves(args)
-    torch.library.opcheck(torch.ops.moefuse.experts_extended.default, tuple(args), options, test_utils="test_faketensor")
 
 
 def test_scales_have_to_be_there() -> None:

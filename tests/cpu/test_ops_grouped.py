@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -35,75 +34,6 @@ ROUTINGS = [
     pytest.param(draw_ids(90, 3, -1, 5).to(torch.int8), id="many-rows-int8"),
 ]
 EXPERTS = 4
-
-
-@pytest.mark.parametrize("ids", ROUTINGS)
-def test_permute_sorts_stably_with_invalid_ids_last(ids: Tensor) -> None:
-    x = draw(ids.shape[0], 3)
-    xs, order, offsets = ops.permute(x, ids, EXPERTS)
-    key = [e if 0 <= e < EXPERTS else EXPERTS for e in ids.flatten().tolist()]
-    want = sorted(range(len(key)), key=key.__getitem__)
-    assert order.tolist() == want
-    assert offsets.tolist() == [sum(k < e for k in key) for e in range(EXPERTS + 1)]
-    assert torch.equal(xs, x[order // ids.shape[1]])
-
-
-@pytest.mark.parametrize("ids", ROUTINGS)
-@pytest.mark.parametrize("form", ["stacked", "in-out-storage", "separate"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_grouped_linear(ids: Tensor, form: str, bias: bool) -> None:
-    xs, _, offsets = ops.permute(draw(ids.shape[0], 3), ids, EXPERTS)
-    w, b = draw(EXPERTS, 5, 3, seed=1), draw(EXPERTS, 5, seed=2)
-    lists = {"stacked": ([w], [b]), "in-out-storage": ([w.mT.contiguous().mT], [b]), "separate": (list(w), list(b))}[form]
-    out = ops.grouped_linear(xs, offsets, lists[0], lists[1] if bias else [])
-    want = torch.zeros_like(out)
-    for e, (a, z) in enumerate(zip(offsets.tolist(), offsets.tolist()[1:], strict=False)):
-        want[a:z] = F.linear(xs[a:z], w[e], b[e] if bias else None)
-    torch.testing.assert_close(out, want)
-
-
-@pytest.mark.parametrize("ids", ROUTINGS)
-def test_expert_rows(ids: Tensor) -> None:
-    _, order, offsets = ops.permute(draw(ids.shape[0], 3), ids, EXPERTS)
-    v = draw(EXPERTS, 5)
-    slots = ids.numel()
-    key = ids.flatten()[order].long()
-    valid = (key >= 0) & (key < EXPERTS)
-    want = torch.where(valid[:, None], v[key.clamp(0, EXPERTS - 1)], 0)
-    for form in ([v], list(v)):
-        assert torch.equal(ops.expert_rows(form, offsets, slots), want)
-
-
-@pytest.mark.parametrize("ids", ROUTINGS)
-@pytest.mark.parametrize("weighted", [True, False])
-def test_combine_ignores_rows_past_the_valid_ones(ids: Tensor, weighted: bool) -> None:
-    tokens, top_k = ids.shape
-    _, order, offsets = ops.permute(draw(tokens, 3), ids, EXPERTS)
-    ys, weights = draw(tokens * top_k, 3, seed=1), draw(tokens, top_k, seed=2)
-    by_slot = torch.zeros_like(ys)
-    by_slot[order] = ys
-    valid = ((ids >= 0) & (ids < EXPERTS))[:, :, None]
-    want = torch.where(valid, by_slot.view(tokens, top_k, 3) * (weights[:, :, None] if weighted else 1), 0).sum(1)
-    ys[int(offsets[-1]) :] = math.nan
-    weights[~valid[:, :, 0]] = math.nan
-    out = ops.combine(ys, weights if weighted else None, order, offsets, top_k, None)
-    torch.testing.assert_close(out, want)
-    assert ops.combine(ys, None, order, offsets, top_k, torch.float32).dtype == torch.float32
-
-
-def test_combine_gradient_is_finite_when_dead_rows_are_nan() -> None:
-    ids = torch.tensor([[0, 9], [1, -1]])
-    _, order, offsets = ops.permute(draw(2, 3), ids, EXPERTS)
-    ys, weights = draw(4, 3), draw(2, 2)
-    ys[2:] = math.nan
-    weights[:, 1] = math.nan
-    d_ys, d_weights = torch.autograd.grad(
-        ops.combine(ys.requires_grad_(), weights.requires_grad_(), order, offsets, 2, None).sum(), (ys, weights)
-    )
-    assert d_ys.isfinite().all()
-    assert (d_ys[2:] == 0).all()
-    assert (d_weights[:, 1] == 0).all()
-    assert d_weights.isfinite().all()
 
 
 def body(x: Tensor, ids: Tensor, weights: Tensor, w: list[Tensor], b: list[Tensor], scale: list[Tensor], w2: list[Tensor]) -> Tensor:
@@ -158,42 +88,6 @@ def test_gradcheck() -> None:
         return body(flat[0], args[1], flat[1], *([t] for t in flat[2:]))
 
     assert torch.autograd.gradcheck(f, body_leaves(args))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_near_float64(dtype: torch.dtype) -> None:
-    args = body_args(40, dtype)
-    assert_as_exact(body(*args), loop_body(*args), loop_body(*to(args, torch.float64)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_combine_accumulates_in_float32(dtype: torch.dtype) -> None:
-    """256 + 1 + 1 is 256 in bfloat16 steps, 258 in float32."""
-    ids = torch.tensor([[0, 1, 2]])
-    xs, order, offsets = ops.permute(torch.ones(1, 1, dtype=dtype), ids, 3)
-    out = ops.combine(xs, torch.tensor([[256.0, 1.0, 1.0]]), order, offsets, 3, None)
-    assert out.item() == 258
-
-
-def test_bitwise_equal_from_run_to_run() -> None:
-    def once() -> list[Tensor]:
-        args = body_args(50, torch.float32)
-        out = body(*args)
-        return [out, *torch.autograd.grad(out.square().sum(), body_leaves(args))]
-
-    first = once()
-    for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(once(), first, strict=True))
-
-
-def test_only_what_is_asked_for() -> None:
-    args = body_args(6)
-    for target in body_leaves(args):
-        for t in body_leaves(args):
-            t.requires_grad_(t is target)
-        (ours,) = torch.autograd.grad(body(*args).sum(), target)
-        (theirs,) = torch.autograd.grad(loop_body(*args).sum(), target)
-        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["inference", "training"])

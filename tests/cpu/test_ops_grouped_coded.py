@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.meaning.encoding import Rounding
-from moefuse.runtime import grouped
 from tests.cpu.coded_case import ENCODINGS, Held, hold
 
 E, OUT, INP = 4, 32, 16
@@ -20,35 +19,6 @@ def made(name: str, offsets: list[int], dtype: torch.dtype, *, separate: bool = 
     held = hold(ENCODINGS[name], E, OUT, INP, g)
     xs, b = torch.randn(9, INP, generator=g).to(dtype), torch.randn(E, OUT, generator=g).to(dtype)
     return held, xs, torch.tensor(offsets), b
-
-
-@pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
-@pytest.mark.parametrize("name", ENCODINGS)
-def test_every_encoding(name: str, separate: bool) -> None:
-    """Bit for bit the portable product and its gradients with unpacked weights; an expert without rows, and rows behind the last expert."""
-    held, xs, offsets, b = made(name, [0, 3, 3, 5, 8], torch.bfloat16)
-    storage, codes = held.lists(separate)
-    xs.requires_grad_()
-    b.requires_grad_()
-    out = ops.grouped_linear_coded(xs, offsets, storage, codes, [b], str(held.encoding))
-    dense = list(held.dense(torch.bfloat16)) if separate else [held.dense(torch.bfloat16)]
-    assert torch.equal(out, grouped.grouped_linear(xs.detach(), offsets, dense, [b.detach()]))
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
-    found = torch.autograd.grad(out, (xs, b), grad)
-    wanted = grouped.grouped_linear_backward(grad, xs.detach(), offsets, dense, [b.detach()], [True, False, True])
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
-    assert not found[0][8].any()
-
-
-@pytest.mark.parametrize("rows", [0, 1])
-def test_few_rows(rows: int) -> None:
-    held, xs, _, _ = made("nibbles", [], torch.float32)
-    storage, codes = held.lists(separate=False)
-    xs = xs[:rows].requires_grad_()
-    out = ops.grouped_linear_coded(xs, torch.tensor([0, 0, rows, rows, rows]), storage, codes, [], str(held.encoding))
-    torch.testing.assert_close(out, xs @ held.dense(torch.float32)[1].t())
-    (d_xs,) = torch.autograd.grad(out.sum(), xs)
-    assert d_xs.shape == (rows, INP)
 
 
 def test_the_op_as_torch_checks_it() -> None:

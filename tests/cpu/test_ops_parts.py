@@ -89,6 +89,23 @@ def test_any_set_of_gradients(wanted: set[int], gating: str, on_input: bool, nam
         assert torch.equal(whole, part)
 
 
+@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
+@pytest.mark.parametrize("wanted", range(8))
+def test_the_whole_returns_what_is_asked_for_alone(wanted: int, on_input: bool) -> None:
+    """One gradient, and no other was computed."""
+    case, counts, portable = SMALL.with_(gating="separate", weight_on_input=on_input), [], providers.PROVIDERS["experts_backward"][-1]
+
+    def spy(*a: Any) -> list[Tensor]:
+        out: list[Tensor] = portable.run(*a)
+        counts.append(len(out))
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(providers.PROVIDERS, "experts_backward", [providers.Provider("spy", lambda *a: None, spy)])
+        gradients(case, [wanted], False)
+    assert counts == [1]
+
+
 @pytest.mark.parametrize("case", CASES[:5])
 def test_opcheck(case: Case) -> None:
     args = case.args()

@@ -47,22 +47,6 @@ def test_every_dtype(dtype: torch.dtype, sizes: Sizes, rank: int) -> None:
     check(on_gpu("merged", dtype, of, rank=rank, sizes=sizes), ERRORS[dtype])
 
 
-@pytest.mark.parametrize("stacked", [True, False], ids=("stacked", "list"))
-@pytest.mark.parametrize("on_input", [False, True], ids=("output", "input"))
-@pytest.mark.parametrize("gating", ["merged", "interleaved", "separate", "plain"])
-def test_every_body(gating: str, on_input: bool, stacked: bool) -> None:
-    for sizes, bias in ((SIZES["some"], True), (SIZES["wide"], False)):
-        args = on_gpu(gating, torch.bfloat16, torch.bfloat16, rank=16, stacked=stacked, sizes=sizes, bias=bias)
-        check(args, ERRORS[torch.bfloat16], gating=gating, weight_on_input=on_input)
-
-
-def test_experts_as_the_fastest_dimension() -> None:
-    args = on_gpu("merged", torch.bfloat16, torch.float32, rank=16, sizes=SIZES["wide"])
-    for i in (10, 14):
-        args[i] = [t.detach().permute(1, 2, 0).contiguous().permute(2, 0, 1).requires_grad_() for t in args[i]]
-    check(args, ERRORS[torch.bfloat16])
-
-
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_inference(sizes: Sizes) -> None:
     """The same bits from call to call, and those that it has where gradients are wanted; few rows are for kernels of their own there."""

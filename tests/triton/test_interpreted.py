@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
 
-from tests.cpu.ops_case import Case, every_body, reference, tensors, to
+from tests.cpu.ops_case import Case, reference, to
 
 pytestmark = [
     pytest.mark.sampled(6),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),  # the interpreter, about NumPy
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy, about the NaN of these tests
 ]
-
-TILE_BODIES = [c for c in every_body() if c.activation in ("silu", "swiglu_oai", "gelu", "relu2")]
 
 
 def call(case: Case, config: Any = None, args: list[Any] | None = None, poison: bool = True) -> torch.Tensor:
@@ -79,26 +76,7 @@ def vectors(**more: Any) -> Any:
 SMALL = Case(tokens=5, hidden=24, inter=20, hidden_out=17, experts=4, top_k=3, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("case", every_body(), ids=lambda c: f"{c.activation}-{c.gating}-{c.up_first}")
-def test_every_body_as_vectors(case: Case) -> None:
-    check(case.with_(tokens=3, dtype=torch.float32), vectors())
-
-
-@pytest.mark.parametrize("case", TILE_BODIES, ids=lambda c: f"{c.activation}-{c.gating}-{c.up_first}")
-def test_bodies_as_tiles(case: Case) -> None:
-    check(case.with_(tokens=3, dtype=torch.float32), tiles())
-
-
 STORAGES: list[dict[str, bool]] = [{}, {"transposed": True}, {"separate": True}]
-
-
-@pytest.mark.parametrize("storage", STORAGES, ids=["stacked", "in-out", "separate"])
-@pytest.mark.parametrize("gating", ["merged", "interleaved", "separate", "plain"])
-@pytest.mark.parametrize("form", ["vectors", "parts", "tiles", "swap"])
-def test_every_storage(gating: str, storage: dict[str, bool], form: str) -> None:
-    """Stacked and separate Parameters (a table of addresses), stored out-in and in-out, with biases."""
-    config = {"vectors": vectors(), "parts": vectors(parts=3), "tiles": tiles(), "swap": tiles(swap=True)}[form]
-    check(SMALL.with_(gating=gating, **storage), config)
 
 
 @pytest.mark.parametrize(
@@ -178,65 +156,6 @@ def test_experts_far_apart() -> None:
     check(case, tiles(32, desc=True), args)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_dtypes(dtype: torch.dtype) -> None:
-    """float64 has no tiles; the rules send it to the vectors."""
-    check(SMALL.with_(dtype=dtype))
-    check(SMALL.with_(dtype=dtype, tokens=12))
-
-
-FORMS = {"vectors": vectors(), "parts": vectors(parts=2), "tiles": tiles(), "swap": tiles(swap=True)}
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("form", FORMS)
-def test_weights_on_the_input(form: str) -> None:
-    check(SMALL.with_(weight_on_input=True), FORMS[form])
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "swap"])
-def test_output_dtype(form: str) -> None:
-    check(SMALL.with_(dtype=torch.float16, out_dtype=torch.float32), FORMS[form])
-
-
-@pytest.mark.parametrize("sizes", [{"tokens": 0}, {"tokens": 1}, {"experts": 1, "high_id": 1}, {"top_k": 1}, {"hidden": 1}, {"inter": 1}])
-def test_sizes_at_the_edge(sizes: dict[str, int]) -> None:
-    check(SMALL.with_(**sizes), vectors())
-    check(SMALL.with_(**sizes), tiles())
-
-
-def test_no_valid_id() -> None:
-    for config in (vectors(), vectors(parts=2), tiles()):
-        out = call(SMALL.with_(low_id=-3, high_id=0), config)
-        assert not out.any()
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("form", FORMS)
-def test_a_nan_stays_in_its_token(form: str) -> None:
-    args = SMALL.args()
-    args[0][2] = float("nan")
-    check(SMALL, FORMS[form], args)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("form", ["parts", "tiles"])
-def test_unused_experts_and_invalid_weights_are_not_read(form: str) -> None:
-    """NaN in experts that nobody chose, and in routing weights of invalid ids, changes nothing."""
-    case, config = SMALL.with_(low_id=-1, high_id=2), FORMS[form]
-    args = case.args()
-    clean = call(case, config, args)
-    args[1][0, 0] = 99
-    want = call(case, config, args)
-    args[2][args[1] < 0] = float("nan")
-    args[2][0, 0] = float("nan")
-    for t in tensors(args[3:]):
-        t[2:] = float("nan")
-    assert torch.equal(call(case, config, args), want)
-    assert torch.equal(clean[1:], want[1:])
-
-
 @pytest.mark.parametrize("tokens", [7, 300])
 def test_the_order_is_a_stable_sort(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """One kernel for few slots and three for many give the same arrays as torch's stable sort."""
@@ -263,23 +182,3 @@ def test_the_order_is_a_stable_sort(monkeypatch: pytest.MonkeyPatch, tokens: int
         assert counters == [0, 0]
         found = views["tiles"].view(5, -1)[:, :count].t().tolist()
         assert [tuple(t) for t in found] == expected
-
-
-@given(
-    tokens=st.integers(0, 12),
-    hidden=st.integers(1, 24),
-    inter=st.integers(1, 24),
-    hidden_out=st.integers(1, 24),
-    experts=st.integers(1, 6),
-    top_k=st.integers(1, 5),
-    gating=st.sampled_from(["merged", "interleaved", "separate", "plain"]),
-    storage=st.sampled_from(STORAGES),
-    bias=st.booleans(),
-    on_input=st.booleans(),
-    form=st.sampled_from(["chosen", "tiles", "swap", "vectors", "parts"]),
-    seed=st.integers(0, 99),
-)
-def test_any_sizes(form: str, storage: dict[str, bool], on_input: bool, **sizes: Any) -> None:
-    case = Case(dtype=torch.float32, weight_on_input=on_input, **storage, **sizes)
-    configs = {"chosen": None, "tiles": tiles(), "swap": tiles(swap=True), "vectors": vectors(), "parts": vectors(parts=2)}
-    check(case, configs[form])

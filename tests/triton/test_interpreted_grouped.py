@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy, about the NaN of these tests
     pytest.mark.usefixtures("ran"),
 ]
-DTYPES = [torch.float16, torch.float32, torch.float64]
 FORMS = ["stacked", "in-out", "separate", "mixed"]
 
 
@@ -57,14 +56,6 @@ def wide(tensors: list[Tensor]) -> list[Tensor]:
     return [t.double() for t in tensors]
 
 
-@pytest.mark.parametrize("ids", ROUTINGS)
-def test_permute(ids: Tensor, ran: list[str]) -> None:
-    for x in (draw(ids.shape[0], 3), draw(3, ids.shape[0], dtype=torch.float16).t()):
-        got, want = ops.permute(x, ids, EXPERTS), grouped.permute(x, ids, EXPERTS)
-        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, want, strict=True))
-    assert ran == ["permute"] * 2
-
-
 @pytest.mark.parametrize("at_once", [8192, 0], ids=["one sort", "chunks"])
 def test_ids_of_any_kind(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transposed, expanded, and of every integer dtype."""
@@ -74,33 +65,6 @@ def test_ids_of_any_kind(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = draw(300, 2)
     for ids in (draw_ids(2, 300, -1, 5).t(), draw_ids(300, 1, 0, 9).expand(-1, 3), draw_ids(300, 2, 0, 250).to(torch.uint8)):
         assert all(torch.equal(a, b) for a, b in zip(ops.permute(x, ids, 5), grouped.permute(x, ids, 5), strict=True))
-
-
-CASES = [(ids, "stacked", torch.float32) for ids in ROUTINGS]
-CASES += [(ROUTINGS[0], form, dtype) for form in FORMS for dtype in DTYPES]
-
-
-@pytest.mark.parametrize(
-    ("ids", "form", "dtype"), [pytest.param(*ids.values, *rest, id=f"{ids.id}-{rest[0]}-{rest[1]}") for ids, *rest in CASES]
-)
-def test_grouped_linear_and_its_gradients(ids: Tensor, form: str, dtype: torch.dtype) -> None:
-    """Forward and gradients, strides of the gradients, zeros for dead rows and for experts without any, of rows that are NaN beyond."""
-    w, b = lists(form, 21, 19, dtype)
-    xs, _, offsets = ops.permute(draw(ids.shape[0], 19, dtype=dtype), ids, EXPERTS)
-    grad = draw(xs.shape[0], 21, seed=3, dtype=dtype)
-    grad[int(offsets[-1]) :] = float("nan")
-    for bias in (b, []):
-        got = ops.grouped_linear(xs, offsets, w, bias)
-        own = grouped.grouped_linear(xs, offsets, w, bias)
-        near(got, grouped.grouped_linear(xs.double(), offsets, wide(w), wide(bias)), own)
-        assert not got[int(offsets[-1]) :].any()
-        needs = [True, True, bool(bias)]
-        grads = ops.grouped_linear_backward(grad, xs, offsets, w, bias, needs)
-        owns = grouped.grouped_linear_backward(grad, xs, offsets, w, bias, needs)
-        exacts = grouped.grouped_linear_backward(grad.double(), xs.double(), offsets, wide(w), wide(bias), needs)
-        for g, exact, o, like in zip(grads, exacts, owns, [xs, *w, *bias], strict=True):
-            near(g, exact, o)
-            assert g.stride() == torch.empty_like(like).stride()
 
 
 def test_only_what_is_asked_for() -> None:
@@ -165,57 +129,6 @@ def test_gradients_of_weights_by_descriptors(ids: Tensor, form: str, monkeypatch
             torch.testing.assert_close(got, want, equal_nan=True)
 
 
-def test_views_of_every_kind() -> None:
-    """Rows with gaps, columns with gaps, expanded gradients, weights that overlap."""
-    (w,), (b,) = lists("stacked", 8, 6, torch.float32)
-    _, _, offsets = ops.permute(draw(5, 3), draw_ids(5, 2, -1, 5), EXPERTS)
-    xs = draw(10, 6, dtype=torch.float32)
-    gaps = torch.full((10, 13), float("nan"))[:, 1::2].copy_(xs)
-    shared = w[:1].expand(EXPERTS, -1, -1)
-    holes = torch.full((EXPERTS, 16, 9), float("nan"))[:, ::2, 1:7].copy_(w)
-    ones = torch.ones(1, 1).expand(10, 8)
-    for weight in (w, shared, holes):
-        want = grouped.grouped_linear(xs, offsets, [weight], [b])
-        torch.testing.assert_close(ops.grouped_linear(gaps, offsets, [weight], [b]), want)
-        got = ops.grouped_linear_backward(ones, gaps, offsets, [weight], [b], [True, True, True])
-        torch.testing.assert_close(got, grouped.grouped_linear_backward(ones, xs, offsets, [weight], [b], [True, True, True]))
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("ids", ROUTINGS)
-def test_expert_rows(ids: Tensor, form: str) -> None:
-    _, v = lists(form, 5, 3, torch.float32)
-    _, _, offsets = grouped.permute(draw(ids.shape[0], 3), ids, EXPERTS)
-    assert torch.equal(ops.expert_rows(v, offsets, ids.numel()), grouped.expert_rows(v, offsets, ids.numel()))
-    grad = draw(ids.numel(), 5, dtype=torch.float32)
-    torch.testing.assert_close(ops.expert_rows_backward(grad, v, offsets), grouped.expert_rows_backward(grad, v, offsets))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("ids", ROUTINGS)
-def test_combine_and_its_gradients(ids: Tensor, weighted: bool, dtype: torch.dtype) -> None:
-    """Dead rows and their routing weights may hold NaN."""
-    tokens, top_k = ids.shape
-    _, order, offsets = grouped.permute(draw(tokens, 3), ids, EXPERTS)
-    ys, weights = draw(tokens * top_k, 35, seed=1, dtype=dtype), draw(tokens, top_k, seed=2)
-    ys[int(offsets[-1]) :] = float("nan")
-    weights[(ids < 0) | (ids >= EXPERTS)] = float("nan")
-    given = weights if weighted else None
-    for out_dtype in (None, torch.float32):
-        call = (given, order, offsets, top_k, out_dtype)
-        clean = ys.masked_fill(ys.isnan(), 0), None if given is None else given.masked_fill(given.isnan(), 0)
-        exact = grouped.combine(clean[0].double(), clean[1], order, offsets, top_k, torch.float64)
-        near(ops.combine(ys, *call), exact, grouped.combine(clean[0], clean[1], order, offsets, top_k, out_dtype))
-        grad = draw(tokens, 35, seed=4, dtype=out_dtype or dtype)
-        rest = (order, offsets, top_k, [True, weighted])
-        got = ops.combine_backward(grad, ys, given, *rest)
-        own = grouped.combine_backward(grad, *clean, *rest)
-        exacts = grouped.combine_backward(grad.double(), clean[0].double(), clean[1], *rest)
-        for g, e, o in zip(got, exacts, own, strict=True):
-            near(g, e, o)
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tokens=st.integers(0, 30), top_k=st.integers(1, 4), dtype=st.sampled_from([torch.float32, torch.float64]), seed=st.integers(0, 99))
 def test_a_custom_body_equals_the_loop_with_its_gradients(tokens: int, top_k: int, dtype: torch.dtype, seed: int) -> None:
@@ -231,13 +144,3 @@ def test_a_custom_body_equals_the_loop_with_its_gradients(tokens: int, top_k: in
     for a, b, p in zip(ours, theirs, body_leaves(args), strict=True):
         torch.testing.assert_close(a.double(), torch.zeros_like(a, dtype=torch.float64) if b is None else b, **tolerance)
         assert a.stride() == p.stride()
-
-
-def test_bitwise_equal_from_run_to_run() -> None:
-    def once() -> list[Tensor]:
-        args = body_args(50, torch.float32)
-        out = body(*args)
-        return [out, *torch.autograd.grad(out.square().sum(), body_leaves(args))]
-
-    first = once()
-    assert all(torch.equal(a, b) for a, b in zip(once(), first, strict=True))

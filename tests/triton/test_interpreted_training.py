@@ -7,22 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 from moefuse.ops import autograd
-from moefuse.ops.meaning.call import ExpertsCall
 from tests.cpu.ops_case import (
     Case,
     assert_as_exact,
-    assert_equally_finite,
-    every_body,
     leaves,
-    not_finite,
     oracle_grads,
     reference,
     run,
-    tensors,
     to,
 )  # fmt: skip
 from tests.triton.interpreted_case import TIER, interpreted
@@ -74,35 +68,6 @@ def check(case: Case) -> None:
         floor = roundings * torch.finfo(dtype).eps * max(float(exact.abs().max()), 1.0)
         error, allowed = (float((t.double() - exact).abs().max()) for t in (got, own))
         assert error <= 2 * allowed + floor, f"result {i}: error {error:.3g}, autograd's own {allowed:.3g}"
-
-
-@pytest.mark.parametrize("case", every_body(), ids=lambda c: f"{c.activation}-{c.gating}-{c.up_first}")
-def test_every_body(case: Case, ran: list[str]) -> None:
-    """In double precision, so a wrong derivative has nowhere to hide."""
-    check(case.with_(tokens=4))
-    assert ran == [ALL[0], ALL[1], ALL[2], ALL[2], ALL[3]]  # once for the tokens, once for their weights
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize(
-    "case",
-    [c for c in every_body() if c.activation in ("relu", "relu2", "swiglu_oai", "silu_clamp")],
-    ids=lambda c: f"{c.activation}-{c.gating}-{c.up_first}",
-)
-def test_a_gradient_that_is_not_finite(case: Case, value: float) -> None:
-    """Zero where the activation is off, as in eager."""
-    c = case.with_(tokens=4, inter=9, dtype=torch.float32)
-    args = c.args(requires_grad=True)
-    out, want = run(args, **c.options), reference(args, **c.options)
-    ours = torch.autograd.grad(out, leaves(args), not_finite(out, value))
-    assert_equally_finite(list(ours), oracle_grads(want, leaves(args), not_finite(want, value)), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("storage", STORAGES, ids=["stacked", "in-out", "separate"])
-@pytest.mark.parametrize("gating", ["merged", "interleaved", "separate", "plain"])
-@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
-def test_every_storage(gating: str, storage: dict[str, bool], on_input: bool) -> None:
-    check(SMALL.with_(gating=gating, weight_on_input=on_input, **storage))
 
 
 LIBRARY = [{}, {"transposed": True}, {"gating": "interleaved"}, {"gating": "plain"}, {"weight_on_input": True}, {"bias": True}]
@@ -180,13 +145,6 @@ def test_gradients_of_weights_from_sorted_copies(
     assert copies == ([(13, 512), (13, 1024)] if storage.get("separate") else x + out), "one tensor of all experts is made by halves"
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
-def test_dtypes(dtype: torch.dtype, on_input: bool) -> None:
-    check(SMALL.with_(dtype=dtype, weight_on_input=on_input, tokens=20))
-    check(SMALL.with_(dtype=dtype, weight_on_input=on_input, out_dtype=torch.float32))
-
-
 @pytest.mark.parametrize("storage", STORAGES, ids=["stacked", "in-out", "separate"])
 @pytest.mark.parametrize("gating", ["merged", "separate"])
 @pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
@@ -220,25 +178,6 @@ def test_inference_with_weights_in_float32() -> None:
     assert len(experts._PLANS) == planned
 
 
-def test_gradients_in_float32_are_not_rounded() -> None:
-    """Beside rows of 16 bits the sums over rows are stored as they are: most are no numbers of 16 bits."""
-    case = SMALL.with_(dtype=torch.float16, held=torch.float32, tokens=20)
-    for grad in results(run, case, case.dtype)[3:]:
-        assert grad.dtype == torch.float32
-        assert float((grad != grad.half().float()).double().mean()) > 0.5
-
-
-EDGES: list[dict[str, int]] = [{"tokens": 0}, {"tokens": 1}, {"experts": 1, "high_id": 1}, {"top_k": 1}, {"hidden": 1}, {"inter": 1}]
-EDGES += [{"low_id": -3, "high_id": 0}]
-
-
-@pytest.mark.parametrize("sizes", EDGES, ids=str)
-@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
-def test_sizes_at_the_edge(sizes: dict[str, int], on_input: bool) -> None:
-    """No slots, one, no valid id, sizes of one."""
-    check(SMALL.with_(weight_on_input=on_input, **sizes))
-
-
 def test_weights_that_share_no_strides() -> None:
     """Separate Parameters, one of them stored the other way; its gradient is too."""
     args = SMALL.with_(separate=True).args()
@@ -250,42 +189,6 @@ def test_weights_that_share_no_strides() -> None:
     ours = torch.autograd.grad(out, leaves(args), pull(out))
     torch.testing.assert_close(list(ours), oracle_grads(want, leaves(args), pull(out)))
     assert [g.stride() for g in ours] == [p.stride() for p in leaves(args)]
-
-
-@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
-@pytest.mark.parametrize("index", range(8))
-def test_only_what_is_asked_for(index: int, on_input: bool) -> None:
-    """Each input alone gets the gradient that it gets with the others."""
-    case = SMALL.with_(gating="separate", weight_on_input=on_input)
-    every = results(run, case, case.dtype)[1:]
-    args = case.args()
-    leaf = leaves(args)[index].requires_grad_()
-    out = run(args, **case.options)
-    (one,) = torch.autograd.grad(out, leaf, pull(out))
-    assert torch.equal(one, every[index])
-
-
-def test_untouched_experts_get_zeros_and_are_not_read() -> None:
-    """NaN in an expert that nobody chose and in routing weights of invalid ids reaches no gradient."""
-    case = SMALL.with_(experts=6, low_id=-1, high_id=3)
-    args = case.args()
-    args[2][args[1] < 0] = float("nan")
-    for t in tensors(args[3:]):
-        t[3:] = float("nan")
-    for t in leaves(args):
-        t.requires_grad_()
-    out = run(args)
-    grads = torch.autograd.grad(out, leaves(args), pull(out))
-    assert all(g.isfinite().all() for g in grads)
-    assert not grads[1][args[1] < 0].any()
-    assert all(not g[3:].any() for g in grads[2:])
-
-
-def test_an_expanded_gradient() -> None:
-    """sum() hands back a gradient with stride 0."""
-    args = SMALL.args(requires_grad=True)
-    ours = torch.autograd.grad(run(args).sum(), leaves(args))
-    torch.testing.assert_close(ours, torch.autograd.grad(reference(args).sum(), leaves(args)))
 
 
 def test_forward_equals_the_inference_kernels_reference_and_saves_zeros_for_dead_rows() -> None:
@@ -303,31 +206,6 @@ def test_forward_equals_the_inference_kernels_reference_and_saves_zeros_for_dead
         torch.testing.assert_close(h, want_h)
         torch.testing.assert_close(out, want)
         assert not h[int(offsets[-1]) :].any()
-
-
-def test_bitwise_equal_from_run_to_run() -> None:
-    case = SMALL.with_(tokens=40)
-    first = results(run, case, case.dtype)
-    assert all(torch.equal(a, b) for a, b in zip(results(run, case, case.dtype), first, strict=True))
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    tokens=st.integers(0, 20),
-    hidden=st.integers(1, 40),
-    inter=st.integers(1, 40),
-    hidden_out=st.integers(1, 40),
-    experts=st.integers(1, 6),
-    top_k=st.integers(1, 5),
-    gating=st.sampled_from(["merged", "interleaved", "separate", "plain"]),
-    storage=st.sampled_from(STORAGES),
-    bias=st.booleans(),
-    on_input=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-    seed=st.integers(0, 99),
-)
-def test_any_sizes(storage: dict[str, bool], on_input: bool, **sizes: Any) -> None:
-    check(Case(weight_on_input=on_input, **storage, **sizes))
 
 
 class Block(torch.nn.Module):
@@ -376,18 +254,3 @@ def test_a_compiled_block_trains_as_in_eager(plain: bool, ran: list[str]) -> Non
     want = block(x)
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(grads, torch.autograd.grad(want.square().sum(), list(block.parameters())), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("gating", ["merged", "separate", "plain"])
-@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
-def test_hidden_activations_once_more(gating: str, on_input: bool) -> None:
-    """What a layer that keeps none computes in backward: the same bits, rows that are nobody's zero."""
-    from moefuse.kernels.triton.provide import training
-
-    case = SMALL.with_(gating=gating, weight_on_input=on_input, bias=True)
-    x, ids, *rest = case.args()
-    call = ExpertsCall.of(x, torch.where(ids == 1, -1, ids), *rest, **case.options)
-    _, h, order, offsets = training.experts_forward(call)
-    again = training.experts_hidden(call, order, offsets)
-    assert torch.equal(again, h)
-    assert not again[int(offsets[-1]) :].any()
