@@ -11,8 +11,8 @@ from unittest import mock
 
 from torch.fx import Node
 
+from moefuse.capture import compared
 from moefuse.capture.dynamo import module_calls, relations, values
-from moefuse.capture.frame import Frame
 from moefuse.ops.meaning import composite
 from moefuse.passes import driver, replacement
 from moefuse.passes.graph.calls import call_of, fake, tensor
@@ -123,7 +123,7 @@ ALL_CASTS_ROUND: Broken = ((Cast, "rounds", True),)
 
 # --- what the program asks for ----------------------------------------------------------------------------------------------------
 
-EQUAL_BY_NAME: Broken = ((Frame, "compared", lambda frame, tx, variables: None),)
+EQUAL_BY_NAME: Broken = ((compared, "_of_the_run", lambda attempt, tx, variables: None),)
 COMPARED_AS_OBJECTS: Broken = ((values, "symbolic", lambda variable: False),)
 """Together: symbolic numbers are asked for by ``in``, where Dynamo says that none is equal."""
 
