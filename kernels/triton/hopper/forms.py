@@ -25,11 +25,6 @@ class Form(NamedTuple):
     UP_FIRST: bool = False
     PACK: int = 1
 
-    @property
-    def out_in(self) -> bool:
-        """Whether a block of weights has features in its rows."""
-        return self.DESC in ("out-in", "apart out-in")
-
 
 class Cut(NamedTuple):
     """How a product is cut (``problem.Tiles``).

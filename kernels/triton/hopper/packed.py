@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from moefuse.kernels.triton.device.functions import after_previous, expert_base, gated, let_next_start, pointwise, rounded
+from moefuse.kernels.triton.hopper.gluon_names import view_as
 from moefuse.kernels.triton.hopper.products import Lists, produce
 from moefuse.kernels.triton.hopper.ring import SLOTS, advance, make_ring, store_block, take
 from moefuse.kernels.triton.words.products import halves
@@ -240,10 +241,10 @@ def consume_packed(
     """Group G of those that share the features of each tile. High tiles whose second half is empty are multiplied without it."""
     STAGES: gl.constexpr = cut.STAGES
     LOW: gl.constexpr = cut.BM // 2 if cut.BM >= 128 else 0
-    lower = x_bufs._reinterpret(x_bufs.dtype, [2 * x_bufs.type.shape[0], cut.BM // 2, 64], x_bufs.layout)
+    lower = view_as(x_bufs, x_bufs.dtype, [2 * x_bufs.type.shape[0], cut.BM // 2, 64], x_bufs.layout)
     WORDS: gl.constexpr = cut.BK // coding.PER
     ROWS: gl.constexpr = 128 if form.GATING == "interleaved" else 64
-    words = w_bufs._reinterpret(gl.int32, [STAGES * cut.BN // ROWS, 4, ROWS // 4, WORDS], gl.NVMMASharedLayout(4 * WORDS, 32, 3))
+    words = view_as(w_bufs, gl.int32, [STAGES * cut.BN // ROWS, 4, ROWS // 4, WORDS], gl.NVMMASharedLayout(4 * WORDS, 32, 3))
     stage = 0
     phase = 0
     slot = 0

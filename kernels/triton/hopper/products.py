@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moefuse.kernels.triton.device.functions import after_previous, expert_base, expert_order, gated, let_next_start, pointwise, rounded
+from moefuse.kernels.triton.hopper.gluon_names import load_block, view_as
 from moefuse.kernels.triton.hopper.ring import (
     SLOTS,
     advance,
@@ -55,17 +56,17 @@ class Lists(NamedTuple):
 def copy_weights(desc, steps, e, rows, col, k, bar, to, DESC: gl.constexpr):
     """Begin to copy weights of expert e: features from ``col``, inputs from ``k``. The forms are those of ``gemm.weight_tile``."""
     if DESC == "out-in":
-        tma.async_copy_global_to_shared(desc, [e * rows + col, k], bar, to)  # [WIDTH, BK]
+        load_block(desc, [e * rows + col, k], bar, to)  # [WIDTH, BK]
     elif DESC == "in-out":
-        tma.async_copy_global_to_shared(desc, [e * rows + k, col], bar, to)  # [BK, WIDTH]
+        load_block(desc, [e * rows + k, col], bar, to)  # [BK, WIDTH]
     else:
         step = gl.load(steps + e)  # []
         far, near = (step >> 30).to(gl.int32), (step & 0x3FFFFFFF).to(gl.int32)
         if DESC == "apart out-in":
-            tma.async_copy_global_to_shared(desc, [far, near, col, k], bar, to)  # [1, 1, WIDTH, BK]
+            load_block(desc, [far, near, col, k], bar, to)  # [1, 1, WIDTH, BK]
         else:
             gl.static_assert(DESC == "apart in-out")
-            tma.async_copy_global_to_shared(desc, [far, near, k, col], bar, to)  # [1, 1, BK, WIDTH]
+            load_block(desc, [far, near, k, col], bar, to)  # [1, 1, BK, WIDTH]
 
 
 @gluon.jit
@@ -100,14 +101,14 @@ def produce(
     DESC: gl.constexpr = form.DESC
     STAGES: gl.constexpr = cut.STAGES
     PIECES: gl.constexpr = cut.PIECES
-    M: gl.constexpr = cut.piece
+    M: gl.constexpr = cut.BM // cut.PIECES
     INPUTS: gl.constexpr = x_rows.block_type.shape[1]
     PARTS: gl.constexpr = cut.BK // INPUTS
     WIDTH: gl.constexpr = cut.BN // form.HALVES
     WEIGHTS: gl.constexpr = form.HALVES * w_a.block_type.nbytes
     ROWS: gl.constexpr = PARTS * x_rows.block_type.nbytes
-    pieces = a_bufs._reinterpret(x_rows.dtype, [STAGES * PARTS * PIECES] + x_rows.block_type.shape, x_rows.layout)  # [.., M, INPUTS]
-    views = b_bufs._reinterpret(w_a.dtype, [STAGES * form.HALVES] + w_a.block_type.shape, w_a.layout)
+    pieces = view_as(a_bufs, x_rows.dtype, [STAGES * PARTS * PIECES] + x_rows.block_type.shape, x_rows.layout)  # [.., M, INPUTS]
+    views = view_as(b_bufs, w_a.dtype, [STAGES * form.HALVES] + w_a.block_type.shape, w_a.layout)
     total = gl.load(num_tiles) * blocks
     stage = 0
     phase = 1
@@ -132,7 +133,7 @@ def produce(
                 copy_weights(w_b, steps_b, e, at_b.rows, at_b.first + block * WIDTH, at_k, bar, views.index(stage * 2 + 1), DESC)
             for n in gl.static_range(PARTS * PIECES):
                 at = [start + n % PIECES * M, k + n // PIECES * INPUTS]
-                tma.async_copy_global_to_shared(x_rows, at, bar, pieces.index(stage * PARTS * PIECES + n), pred=n % PIECES < live)
+                load_block(x_rows, at, bar, pieces.index(stage * PARTS * PIECES + n), pred=n % PIECES < live)
             stage, phase = advance(stage, phase, STAGES)
         i, e, start, rows, block = following, next_e, next_start, next_rows, next_block
         following = drawn(ticket)
@@ -214,10 +215,10 @@ def consume_shared(
 ):  # fmt: skip
     """Group G of two that share each tile: its rows from G * 64 on."""
     gl.static_assert(cut.PIECES == 2)
-    OUT_IN: gl.constexpr = form.out_in
+    OUT_IN: gl.constexpr = form.DESC == "out-in" or form.DESC == "apart out-in"
     STAGES: gl.constexpr = cut.STAGES
-    M: gl.constexpr = cut.piece
-    pieces = a_bufs._reinterpret(a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)  # [STAGES * PIECES, M, BK]
+    M: gl.constexpr = cut.BM // cut.PIECES
+    pieces = view_as(a_bufs, a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)  # [STAGES * PIECES, M, BK]
     stage = 0
     phase = 0
     slot = 0
@@ -241,7 +242,7 @@ def make_in_turn(
     cut: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
     """Multiply and store a tile that is group G's, as high as the pieces of ``a_bufs`` are; (stage, phase) behind its steps."""
-    OUT_IN: gl.constexpr = form.out_in
+    OUT_IN: gl.constexpr = form.DESC == "out-in" or form.DESC == "apart out-in"
     STAGES: gl.constexpr = cut.STAGES
     acc, stage, phase = multiply(a_bufs, b_bufs, ring, stage, phase, steps, False, OUT_IN, 0)  # [M, BN]
     mbarrier.arrive(turn.index(1 - G))
@@ -257,8 +258,8 @@ def consume_in_turn(
 ):  # fmt: skip
     """Group G of two that take tiles by turns."""
     STAGES: gl.constexpr = cut.STAGES
-    M: gl.constexpr = cut.piece
-    pieces = a_bufs._reinterpret(a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)  # [STAGES * PIECES, M, BK]
+    M: gl.constexpr = cut.BM // cut.PIECES
+    pieces = view_as(a_bufs, a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)  # [STAGES * PIECES, M, BK]
     stage = 0
     phase = 0
     parity = 1 if G == 0 else 0  # the first tile is group 0's: it does not wait for its first turn
@@ -307,7 +308,7 @@ def product_tiles(
     let_next_start(cut.PDL)
     STAGES: gl.constexpr = cut.STAGES
     READERS: gl.constexpr = 1 if cut.FORM == "pingpong" else cut.PIECES
-    OUT_IN: gl.constexpr = form.out_in
+    OUT_IN: gl.constexpr = form.DESC == "out-in" or form.DESC == "apart out-in"
     dtype: gl.constexpr = x_rows.dtype
     plain: gl.constexpr = gl.NVMMASharedLayout(w_a.layout.swizzle_byte_width, 16, 2)
     a_bufs = gl.allocate_shared_memory(dtype, [STAGES, cut.BM, cut.BK], x_rows.layout)

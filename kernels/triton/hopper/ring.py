@@ -36,6 +36,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from moefuse.kernels.triton.hopper.gluon_names import write_block
+
 
 @gluon.jit
 def advance(stage, phase, STAGES: gl.constexpr):
@@ -199,7 +201,7 @@ def store_block(desc, buffers, v, slot: gl.constexpr, at, rows, col):
     # What is behind M rows is not stored.
     view.reshape([buffers.type.shape[3], v.type.shape[1]]).slice(0, M, dim=0).store(v)
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [FAR_ROW, at + rows, FAR_ROW - rows, col], view)
+    write_block(desc, [FAR_ROW, at + rows, FAR_ROW - rows, col], view)
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from moefuse.kernels.triton.device.functions import after_previous, expert_base, let_next_start
+from moefuse.kernels.triton.hopper.gluon_names import view_as
 from moefuse.kernels.triton.hopper.products import Lists, finish, produce
 from moefuse.kernels.triton.hopper.ring import SLOTS, advance, make_ring, release, take
 from moefuse.kernels.triton.words.unpack import as_number
@@ -76,11 +77,11 @@ def consume_rounded(
 ):  # fmt: skip
     """Group G of two that share each tile: its rows from G * 64 on."""
     STAGES: gl.constexpr = cut.STAGES
-    M: gl.constexpr = cut.piece
+    M: gl.constexpr = cut.BM // cut.PIECES
     WHOLE: gl.constexpr = coding.GROUP == 0
     WIDTH: gl.constexpr = cut.BN // form.HALVES
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cut.BN, 32])
-    pieces = a_bufs._reinterpret(a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)  # [STAGES * PIECES, M, BK]
+    pieces = view_as(a_bufs, a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)  # [STAGES * PIECES, M, BK]
     r = gl.arange(0, M, gl.SliceLayout(1, layout))  # [M]
     stage = 0
     phase = 0

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moefuse.kernels.triton.device.functions import tile_order
+from moefuse.kernels.triton.hopper.gluon_names import load_block, view_as, write_block
 from moefuse.kernels.triton.hopper.ring import (
     FAR_ROW,
     SLOTS,
@@ -38,10 +39,10 @@ def produce(g_rows, x_rows, offsets, a_bufs, b_bufs, ring, total, blocks_n, bloc
     """The producer: announces each tile of this program (expert, steps, steps of the tile before, place) and fills the ring."""
     STAGES: gl.constexpr = cut.STAGES
     PIECES: gl.constexpr = cut.PIECES
-    M: gl.constexpr = cut.piece
+    M: gl.constexpr = cut.BM // cut.PIECES
     BYTES: gl.constexpr = PIECES * g_rows.block_type.nbytes + x_rows.block_type.nbytes
-    g_views = a_bufs._reinterpret(g_rows.dtype, [STAGES * PIECES] + g_rows.block_type.shape, g_rows.layout)
-    x_views = b_bufs._reinterpret(x_rows.dtype, [STAGES] + x_rows.block_type.shape, x_rows.layout)  # [STAGES, 1, 1, BK, BN]
+    g_views = view_as(a_bufs, g_rows.dtype, [STAGES * PIECES] + g_rows.block_type.shape, g_rows.layout)
+    x_views = view_as(b_bufs, x_rows.dtype, [STAGES] + x_rows.block_type.shape, x_rows.layout)  # [STAGES, 1, 1, BK, BN]
     tiles = blocks_n * blocks_k
     stage = 0
     phase = 1
@@ -64,8 +65,8 @@ def produce(g_rows, x_rows, offsets, a_bufs, b_bufs, ring, total, blocks_n, bloc
             for n in gl.static_range(PIECES):
                 at = block_n * cut.BM + n * M
                 to = g_views.index(stage * PIECES + n)
-                tma.async_copy_global_to_shared(g_rows, [FAR_ROW, row + rows, FAR_ROW - rows, at], bar, to)  # [1, 1, BK, M]
-            tma.async_copy_global_to_shared(x_rows, [FAR_ROW, row + rows, FAR_ROW - rows, block_k * cut.BN], bar, x_views.index(stage))
+                load_block(g_rows, [FAR_ROW, row + rows, FAR_ROW - rows, at], bar, to)  # [1, 1, BK, M]
+            load_block(x_rows, [FAR_ROW, row + rows, FAR_ROW - rows, block_k * cut.BN], bar, x_views.index(stage))
             stage, phase = advance(stage, phase, STAGES)
         last, i, e, begin, end = steps, i + gl.num_programs(0), next_e, next_begin, next_end
     slot, slot_phase = announce(ring, slot, slot_phase, -1, 0, 0, 0)
@@ -83,7 +84,7 @@ def store_columns(desc, buffers, v, e, n, k, SLOT: gl.constexpr, PARTS: gl.const
         view = buffers.index(SLOT % BUFFERS)  # [1, M, W]
         view.reshape(v.type.shape).store(v.to(desc.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(desc, [e, n, k], view)
+        write_block(desc, [e, n, k], view)
     else:
         left, right = columns(v)  # [M, HALF]
         store_columns(desc, buffers, left, e, n, k, SLOT, PARTS // 2)
@@ -104,7 +105,7 @@ def consume_shared(d_w, a_bufs, b_bufs, o_bufs, ring, blocks_n, blocks_k, cut: g
         block_n, block_k = tile_order(place, blocks_n, blocks_k, cut.GROUP)
         acc, stage, phase = multiply(a_bufs, b_bufs, ring, stage, phase, steps, True, False, G)  # [M, BN]
         acc = complete(acc, ring, stage, steps, STAGES)
-        n = block_n * cut.BM + G * cut.piece
+        n = block_n * cut.BM + G * (cut.BM // cut.PIECES)
         store_columns(d_w, o_bufs, acc, e, n, block_k * cut.BN, 0, PARTS)
         slot, slot_phase = advance(slot, slot_phase, SLOTS)
         e, steps, _, place = take(ring, slot, slot_phase)
@@ -145,7 +146,7 @@ def weight_grad_products(g_rows, x_rows, d_w, offsets, total, blocks_n, blocks_k
         offsets: [E + 1]; total: tiles, blocks_n x blocks_k for each expert.
     """
     STAGES: gl.constexpr = cut.STAGES
-    M: gl.constexpr = cut.piece
+    M: gl.constexpr = cut.BM // cut.PIECES
     READERS: gl.constexpr = cut.PIECES
     dtype: gl.constexpr = g_rows.dtype
     of_g: gl.constexpr = gl.NVMMASharedLayout(g_rows.layout.swizzle_byte_width, 16, 2)

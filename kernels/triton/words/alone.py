@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from moefuse.kernels.triton.device.functions import after_previous, gated, let_next_start, pointwise, rounded
 from moefuse.kernels.triton.device.token_codes import as_codes, larger, quotient, scale_and_divisor
+from moefuse.kernels.triton.hopper.gluon_names import wait_for_block
 from moefuse.kernels.triton.words.products import biases, codes_in, features_of, halves, in_order, weight_layout, weight_rows
 from moefuse.kernels.triton.words.unpack import as_number, unpacked
 
@@ -308,7 +309,7 @@ def lone_rows(
         at_bias = gl.where(own < 0, 0, own)[:, None] if SUM else of
         bias = biases(b_a, b_b, at_bias, n[None, :], upper[None, :], at_w, first_b, dtype, form, coding)  # [SLOTS or 1, 16]
     given, tokens, tops = first_loads(from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, LATE, coding, cut)
-    gl.thread_barrier()
+    wait_for_block()
     if not alive:
         return
     y = part_sums(given, tokens, tops, from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, mma, coding, cut)

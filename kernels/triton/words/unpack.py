@@ -209,42 +209,52 @@ def scale_of(s, coding: gl.constexpr):
 
 
 @gluon.jit
+def eight_of(ASM: gl.constexpr, FORM: gl.constexpr, args):
+    """Eight numbers of 16 bits by instructions written out. (Types in a constant of their own are no types to Triton 3.8.)"""
+    return gl.inline_asm_elementwise(
+        ASM, FORM, args, dtype=(gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def four_of(ASM: gl.constexpr, FORM: gl.constexpr, args):
+    """The same of four."""
+    return gl.inline_asm_elementwise(ASM, FORM, args, dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=1)
+
+
+@gluon.jit
 def unpacked(v, s, z, coding: gl.constexpr, CROSSED: gl.constexpr = False):
     """Weights [..., 4, 2, 2, 2] or [..., 4, 2, 2] of words v [..., 4], with scales and zeros s, z [..., 1] as they are held.
 
     CROSSED: eight in the order 0, 2, 1, 3, 4, 6, 5, 7, where a code is beside that of the next byte, as packed instructions have them.
     """
-    I4: gl.constexpr = (gl.int16, gl.int16, gl.int16, gl.int16)
-    I8: gl.constexpr = (gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16)
     KIND: gl.constexpr = coding.KIND
     if KIND == "e2m1":
         by = twice(power(s, coding))  # [..., 1]
         if coding.SCALE == "ldexp":  # the largest power is no number of its own
             by = twice(power(gl.minimum(s.to(gl.int32), 254), coding))
             more = twice(gl.where(s.to(gl.int32) == 255, 2.0, 1.0))
-            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(E2M1_TWICE, EIGHT, [v, by, more], dtype=I8, is_pure=True, pack=1)
+            a, b, c, d, e, f, g, h = eight_of(E2M1_TWICE, EIGHT, (v, by, more))
         else:
-            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(E2M1, EIGHT_POWER, [v, by], dtype=I8, is_pure=True, pack=1)
+            a, b, c, d, e, f, g, h = eight_of(E2M1, EIGHT_POWER, (v, by))
     elif KIND == "range" and coding.WIDE:
         by = scale_of(s, coding)  # [..., 1]
         base = gl.zeros_like(by) + (8388608.0 - coding.FIRST)
         less = z.to(gl.float32) if coding.ZERO else gl.zeros_like(by)
-        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(WIDE_NIBBLES, EIGHT_WIDE, [v, base, by, less], dtype=I8, is_pure=True, pack=1)
+        a, b, c, d, e, f, g, h = eight_of(WIDE_NIBBLES, EIGHT_WIDE, (v, base, by, less))
     elif KIND == "range":
         by = twice(scale_of(s, coding))  # [..., 1]
         first = twice(gl.zeros_like(scale_of(s, coding)) + (coding.FIRST - 128.0))
         if coding.ZERO:
             less = twice(z) ^ (0x80008000 - (1 << 32))
-            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-                NIBBLES_ZERO, EIGHT_ZERO, [v, first, by, less], dtype=I8, is_pure=True, pack=1
-            )
+            a, b, c, d, e, f, g, h = eight_of(NIBBLES_ZERO, EIGHT_ZERO, (v, first, by, less))
         else:
-            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(NIBBLES, EIGHT, [v, first, by], dtype=I8, is_pure=True, pack=1)
+            a, b, c, d, e, f, g, h = eight_of(NIBBLES, EIGHT, (v, first, by))
     elif KIND == "e4m3":
-        a, b, c, d = gl.inline_asm_elementwise(E4M3, FOUR, [v, scale_of(s, coding)], dtype=I4, is_pure=True, pack=1)
+        a, b, c, d = four_of(E4M3, FOUR, (v, scale_of(s, coding)))
     else:
         gl.static_assert(KIND == "s8")
-        a, b, c, d = gl.inline_asm_elementwise(S8, FOUR, [v, scale_of(s, coding)], dtype=I4, is_pure=True, pack=1)
+        a, b, c, d = four_of(S8, FOUR, (v, scale_of(s, coding)))
     if coding.PER == 4:
         w = four(a, b, c, d)  # [..., 4, 2, 2]
     elif CROSSED and coding.HIGH_FIRST:
