@@ -95,3 +95,12 @@ def test_hidden_activations_once_more(gating: str, on_input: bool) -> None:
     again = extended.experts_extended_hidden(call, order, offsets, u)
     assert torch.equal(again, h)
     assert not again[int(offsets[-1]) :].any()
+
+
+def test_scales_of_float32_factors_are_not_rounded_beside_float64() -> None:
+    """A factor in float32 times a scale that float32 does not have: in the dtype of the rows. Found beside vectors, which did so."""
+    from moefuse.kernels.triton.provide import extended
+    from moefuse.ops.meaning.call import ExpertsCall
+
+    call = ExpertsCall.of_extended(*moved(arguments("merged", torch.float64, torch.float32)), scales=[0.3, 0.7, -1.1])
+    torch.testing.assert_close(extended.experts_extended_forward(call)[0], call.reference(), rtol=1e-13, atol=1e-13)

@@ -15,7 +15,7 @@ def copy_factors(
 
     PEFT stores B of stacked experts with the expert as the fastest dimension: a block of BE experts reads whole sectors of it.
     """
-    wide: tl.constexpr = tl.float64 if of == tl.float64 else tl.float32
+    wide: tl.constexpr = tl.float64 if of == tl.float64 or out.dtype.element_ty == tl.float64 else tl.float32
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     n = tl.program_id(2) * BN + tl.arange(0, BN)
