@@ -19,9 +19,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from moefuse.kernels.triton.device.functions import after_previous, expert_base, gated, let_next_start, pointwise, rounded
-from moefuse.kernels.triton.hopper.gluon_names import view_as
 from moefuse.kernels.triton.hopper.products import Lists, produce
 from moefuse.kernels.triton.hopper.ring import SLOTS, advance, make_ring, store_block, take
+from moefuse.kernels.triton.words.gluon_names import view_as
 from moefuse.kernels.triton.words.products import halves
 from moefuse.kernels.triton.words.unpack import unpacked
 

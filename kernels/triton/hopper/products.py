@@ -21,7 +21,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moefuse.kernels.triton.device.functions import after_previous, expert_base, expert_order, gated, let_next_start, pointwise, rounded
-from moefuse.kernels.triton.hopper.gluon_names import load_block, view_as
 from moefuse.kernels.triton.hopper.ring import (
     SLOTS,
     advance,
@@ -39,6 +38,7 @@ from moefuse.kernels.triton.hopper.ring import (
     store_block,
     take,
 )
+from moefuse.kernels.triton.words.gluon_names import load_block, view_as
 
 
 class Lists(NamedTuple):

@@ -36,7 +36,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from moefuse.kernels.triton.hopper.gluon_names import write_block
+from moefuse.kernels.triton.words.gluon_names import write_block
 
 
 @gluon.jit

@@ -11,9 +11,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from moefuse.kernels.triton.device.functions import after_previous, expert_base, let_next_start
-from moefuse.kernels.triton.hopper.gluon_names import view_as
 from moefuse.kernels.triton.hopper.products import Lists, finish, produce
 from moefuse.kernels.triton.hopper.ring import SLOTS, advance, make_ring, release, take
+from moefuse.kernels.triton.words.gluon_names import view_as
 from moefuse.kernels.triton.words.unpack import as_number
 
 

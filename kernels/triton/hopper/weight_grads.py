@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moefuse.kernels.triton.device.functions import tile_order
-from moefuse.kernels.triton.hopper.gluon_names import load_block, view_as, write_block
 from moefuse.kernels.triton.hopper.ring import (
     FAR_ROW,
     SLOTS,
@@ -25,6 +24,7 @@ from moefuse.kernels.triton.hopper.ring import (
     skip,
     take,
 )
+from moefuse.kernels.triton.words.gluon_names import load_block, view_as, write_block
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from moefuse.kernels.triton.device.functions import after_previous, gated, let_next_start, pointwise, rounded
 from moefuse.kernels.triton.device.token_codes import as_codes, larger, quotient, scale_and_divisor
-from moefuse.kernels.triton.hopper.gluon_names import wait_for_block
+from moefuse.kernels.triton.words.gluon_names import wait_for_block
 from moefuse.kernels.triton.words.products import biases, codes_in, features_of, halves, in_order, weight_layout, weight_rows
 from moefuse.kernels.triton.words.unpack import as_number, unpacked
 
