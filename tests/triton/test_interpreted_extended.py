@@ -28,6 +28,12 @@ def kernels() -> Any:
     return lambda: interpreted(extended, OPS)
 
 
+def drawn(*given: Any, **named: Any) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """As of ``arguments``, with factors in float32."""
+    args, dense, options = arguments(*given, **named)
+    return [[t.float() if t.dtype == torch.float64 else t for t in a] if isinstance(a, list) else a for a in args], dense, options
+
+
 def results(args: list[Any], options: dict[str, Any], **more: Any) -> list[Tensor]:
     """The output and the gradients of all that may have one."""
     given = leaves(args)
@@ -49,8 +55,7 @@ def test_values_and_gradients(gating: str, on_input: bool, recompute: bool, kern
     """Projections in other encodings, and of "plain" one in floating point: each has its term, and slots of nobody have none."""
     case = CASE.with_(gating=gating, activation="relu2" if gating == "plain" else "silu", weight_on_input=on_input, separate=recompute)
     first, up = ENCODINGS["fp8 blocks"], ENCODINGS["nibbles, zeros"] if gating == "separate" else None
-    args, _, options = arguments(case, first, up, None if gating == "plain" else ENCODINGS["int8 channels"], rank=5)
-    args = [[t.float() if t.dtype == torch.float64 else t for t in a] if isinstance(a, list) else a for a in args]
+    args, _, options = drawn(case, first, up, None if gating == "plain" else ENCODINGS["int8 channels"], rank=5)
     with kernels() as ran:
         found = results(args, options, recompute=recompute)
         with torch.no_grad():
@@ -63,8 +68,7 @@ def test_values_and_gradients(gating: str, on_input: bool, recompute: bool, kern
 def test_rounded_rows(where: tuple[int, ...], kernels: Any) -> None:
     """Some projections round the rows that they multiply. Terms read them as they are; routing weights have the gradient of both."""
     encodings = [replace(ENCODINGS["fp8 blocks"], block=(4, 16), activation=Rounding("e4m3", 16) if i in where else None) for i in range(3)]
-    args, _, options = arguments(CASE, encodings[0], None, encodings[2])
-    args = [[t.float() if t.dtype == torch.float64 else t for t in a] if isinstance(a, list) else a for a in args]
+    args, _, options = drawn(CASE, encodings[0], None, encodings[2])
     with kernels():
         found = results(args, options)
     same(found, results(args, options))
@@ -74,8 +78,7 @@ def test_rounded_rows(where: tuple[int, ...], kernels: Any) -> None:
 def test_a_scale_of_zero(scale: float, kernels: Any) -> None:
     """Of the last term, by which the share of routing weights is divided."""
     encoding = replace(ENCODINGS["fp8 blocks"], block=(4, 16), activation=Rounding("e4m3", 16))
-    args, _, options = arguments(CASE, encoding, None, encoding)
-    args = [[t.float() if t.dtype == torch.float64 else t for t in a] if isinstance(a, list) else a for a in args]
+    args, _, options = drawn(CASE, encoding, None, encoding)
     options["scales"] = [1.0, 0.0, scale]
     with kernels():
         found = results(args, options)
@@ -85,8 +88,7 @@ def test_a_scale_of_zero(scale: float, kernels: Any) -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 40])
 def test_sizes(tokens: int, kernels: Any) -> None:
     """No token, one, and tiles of several."""
-    args, _, options = arguments(CASE.with_(tokens=tokens), ENCODINGS["nibbles"], None, ENCODINGS["int8 channels"])
-    args = [[t.float() if t.dtype == torch.float64 else t for t in a] if isinstance(a, list) else a for a in args]
+    args, _, options = drawn(CASE.with_(tokens=tokens), ENCODINGS["nibbles"], None, ENCODINGS["int8 channels"])
     with kernels():
         found = results(args, options)
     same(found, results(args, options))
@@ -110,7 +112,7 @@ def test_choice_says_why_not(kernels: Any) -> None:
     from moefuse.kernels.triton.provide import choice, extended
     from moefuse.ops.meaning.call import ExpertsCall
 
-    args, _, options = arguments(CASE, ENCODINGS["nibbles"], None, ENCODINGS["int8 channels"])
+    args, _, options = drawn(CASE, ENCODINGS["nibbles"], None, ENCODINGS["int8 channels"])
     answers = choice.answers(extended.KERNELS, 3.6, ExpertsCall.of_extended(*args, **options))
     assert answers["vectors and low-rank terms"] == "weights are held in few bits"
     assert answers["rows rounded, specialised warps"] == "for 8 to inf rows of an expert"

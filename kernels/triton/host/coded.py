@@ -28,6 +28,8 @@ ELEMENTS = {
     torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32,
 }  # fmt: skip
 """Dtypes in which storage, scales and zeros may be, float8 as bytes."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Of rows."""
 ARITHMETIC = {"f32": tl.float32, "bf16": tl.bfloat16, "f16": tl.float16}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moefuse.kernels.triton.host import coded, token_codes
@@ -21,13 +20,11 @@ from moefuse.ops.meaning.call import ExpertsCall, Stack
 from moefuse.ops.meaning.coded_weights import Codes
 from moefuse.ops.meaning.grad_calls import GradCall
 
-CODED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 
 def supports(call: ExpertsCall | GradCall, *rest: object) -> str | None:
     """None, or why no kernel takes a call."""
     given = [(stack.codes, stack) for stack in call.stacks if stack.codes is not None]
-    if call.x.dtype not in (CODED_DTYPES if given else DTYPES):
+    if call.x.dtype not in (coded.DTYPES if given else DTYPES):
         return f"no kernel for {call.x.dtype}"
     refused = [coded.refusal(codes, stack.weight[0]) for codes, stack in given]
     refused += [token_codes.refusal(codes) for codes, stack in given if stack.rounding is not None]
@@ -76,14 +73,14 @@ def _vectors(call: ExpertsCall) -> str | None:
     return "many slots, or experts that it does not read" if lora_vectors.blocks_of(call) is None else None
 
 
-def _where(refusal: Callable[[ExpertsCall], str | None], wanted: bool, holds: Callable[[Any], bool]) -> Callable[[ExpertsCall], str | None]:
-    """The refusal of a kernel that is asked only where ``holds`` is so of a projection (``wanted``), or of none."""
+def _where(refusal: Callable[[ExpertsCall], str | None], kind: str, wanted: bool) -> Callable[[ExpertsCall], str | None]:
+    """The refusal of a kernel that is asked only where codes of a projection are of a kind (``wanted``), or those of none."""
 
     def function(call: ExpertsCall) -> str | None:
-        of = projections.of_call(call)
-        if of is None:
+        if any(stack.term is not None for stack in call.stacks):
             return projections.MIXED
-        return refusal(call) if wanted is any(map(holds, of[:3])) else "codes are of another kind"
+        kinds = {coded.kind_of(stack.codes.encoding)[0] for stack in call.stacks if stack.codes is not None}
+        return refusal(call) if wanted is (kind in kinds) else "codes are of another kind"
 
     return function
 
@@ -106,11 +103,11 @@ def _layer(call: ExpertsCall) -> Tensor:
 
 KERNELS = (
     Kernel("vectors and low-rank terms", _vectors, (0, REST), lora_vectors.experts),
-    Kernel("packed weights, e2m1, specialised warps", _where(packed.refusal, True, packed.is_e2m1), (7, REST), packed.experts),
-    Kernel("packed weights, specialised warps", _where(packed.refusal, False, packed.is_e2m1), (4, REST), packed.experts),
+    Kernel("packed weights, e2m1, specialised warps", _where(packed.refusal, "e2m1", True), (7, REST), packed.experts),
+    Kernel("packed weights, specialised warps", _where(packed.refusal, "e2m1", False), (4, REST), packed.experts),
     Kernel("words, rows rounded", _words_rounded, (0, 5), words.experts),
-    Kernel("words, codes that count on", _where(_words, True, words.counts_on), (0, 24), words.experts),
-    Kernel("words, other codes", _where(_words, False, words.counts_on), (0, 40), words.experts),
+    Kernel("words, codes that count on", _where(_words, "range", True), (0, 24), words.experts),
+    Kernel("words, other codes", _where(_words, "range", False), (0, 40), words.experts),
     Kernel("rows rounded, specialised warps", rounded.refusal, (8, REST), rounded.experts),
     Kernel("a product for each projection", lambda _: None, (0, REST), _layer),
 )

@@ -11,7 +11,6 @@ from moefuse.kernels.triton.host import coded, sorted_rows, wgrad
 from moefuse.kernels.triton.host.sorted_rows import Lists
 from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.provide.coded_products import Product, Rows, product
-from moefuse.kernels.triton.provide.extended import CODED_DTYPES
 from moefuse.kernels.triton.provide.products import Own
 from moefuse.ops.meaning.coded_weights import Codes, codes_of
 
@@ -20,7 +19,7 @@ __all__ = ["grouped_linear_coded", "grouped_linear_coded_backward", "supports"]
 
 def supports(x: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str, *_: object) -> str | None:
     """None, or why these kernels cannot run a call; ``x``: the rows, or their gradient."""
-    return f"no kernel for {x.dtype}" if x.dtype not in CODED_DTYPES else coded.refusal(codes_of(w, codes, encoding), w[0])
+    return f"no kernel for {x.dtype}" if x.dtype not in coded.DTYPES else coded.refusal(codes_of(w, codes, encoding), w[0])
 
 
 def _held(w: Lists, codes: Lists, encoding: str) -> coded.Held:

@@ -69,11 +69,6 @@ def refusal(call: ExpertsCall) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def counts_on(held: Held) -> bool:
-    """Whether codes are numbers that count on."""
-    return coded.kind_of(held.codes.encoding)[0] == "range"
-
-
 def experts(call: ExpertsCall) -> Tensor:
     """The output [T, N]."""
     tokens, top_k = call.ids.shape
