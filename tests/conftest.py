@@ -33,6 +33,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # The default lets every few allocations scan what Dynamo keeps of thousands of compilations.
 gc.set_threshold(20_000, 20, 100)
+# Nobody reads these: a twentieth of the time went into a cold run of every guard, and a fortieth into collections after a compile.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+torch._dynamo.config.run_gc_after_compile = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
