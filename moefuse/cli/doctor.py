@@ -107,7 +107,11 @@ def _devices() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    """The tables from which kernels for weights in few bits and for adapters are chosen: the first line that takes a call."""
+    """Whether there are kernels in Gluon, and the tables from which those for weights in few bits and for adapters are chosen: the first
+    line that takes a call."""
+    gluon = providers.triton_module("launch.gluon")
+    if not isinstance(gluon, str) and (why := gluon.unusable()) is not None:
+        yield Finding("missing", "Gluon", why, f"{gluon.LOST}: another triton may have what they need")
     found = providers.triton_module("provide.extended"), providers.triton_module("provide.coded_products")
     for what, module in zip(("few bits, LoRA", "one product"), found, strict=True):
         if not isinstance(module, str):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+
+class LostError(Exception):
+    """A way of computing something is lost, and there is another: whoever asked for the result asks again."""
+
+
 _notes: dict[str, str] = {}
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from moefuse.machine import slow_paths
 from moefuse.ops.meaning.call import first_tensor
 from moefuse.ops.meaning.recipe import route_reference
 from moefuse.ops.meaning.reference import router_logits_reference, topk_reference
@@ -182,7 +183,11 @@ def explain(op: str, *args: Any) -> dict[str, str | None]:
 
 def run(op: str, *args: Any) -> Any:
     """Run one op's call on the first provider that supports it."""
-    return select(op, *args).run(*args)
+    while True:
+        try:
+            return select(op, *args).run(*args)
+        except slow_paths.LostError:
+            continue  # what was lost is no longer chosen
 
 
 def run_by_kind(op: str, check: Callable[..., Any], compute: Callable[..., Any], data: Sequence[Any], options: Mapping[str, Any]) -> Any:

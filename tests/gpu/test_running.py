@@ -192,13 +192,14 @@ def test_what_is_kept_is_not_in_the_pool_of_a_graph(tokens: int, monkeypatch: py
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
-def test_launched_without_python(separate: bool) -> None:
+@pytest.mark.parametrize(("tokens", "separate"), [(2, False), (2, True), (700, False)], ids=["stacked", "separate", "tensor maps"])
+def test_launched_without_python(tokens: int, separate: bool) -> None:
     """Once C++ knows a call it launches it: the same bits, live weights, other tokens; a graph records it."""
     from moefuse.kernels.triton.launch import dispatcher
     from moefuse.kernels.triton.provide import experts as provider
 
-    case = Case(tokens=2, hidden=256, inter=128, hidden_out=256, experts=8, top_k=2, bias=False, dtype=torch.bfloat16, separate=separate)
+    sizes = {"tokens": tokens, "hidden": 256, "inter": 128, "hidden_out": 256, "experts": 8, "top_k": 2}
+    case = Case(**sizes, bias=False, dtype=torch.bfloat16, separate=separate)
     args = on_gpu(case.args())
     provider.forget_plans()
     run(args, **case.options)
@@ -211,6 +212,7 @@ def test_launched_without_python(separate: bool) -> None:
     for _ in range(3):
         run(args, **case.options)
     assert dispatcher._library.moefuse_known() == 1
+    assert separate or tokens == 2 or any(step.descs for plan in provider._PLANS.values() for step in plan.steps)
     want = provider.experts(case.call(args))
     out = run(args, **case.options)
     assert torch.equal(out, want)

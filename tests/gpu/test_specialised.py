@@ -55,6 +55,31 @@ def test_a_table_chooses_them_and_a_switch_does_not(monkeypatch: pytest.MonkeyPa
     assert_right(other.run(case.call(args)), args, case.options)
 
 
+def test_a_triton_that_does_not_compile_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call is made by the kernels of Triton, so are all later ones, and a note says what was lost."""
+    from triton.experimental.gluon._runtime import GluonJITFunction
+
+    from moefuse.kernels.triton.launch import gluon
+    from moefuse.kernels.triton.provide import experts
+    from moefuse.machine import slow_paths
+    from moefuse.runtime import providers
+
+    def fails(*args: object, **options: object) -> None:
+        raise AttributeError("module has no attribute 'warp_specialize'")
+
+    monkeypatch.setattr(GluonJITFunction, "warmup", fails)
+    monkeypatch.setattr(gluon, "_lost", [])
+    monkeypatch.setattr(slow_paths, "_notes", {})
+    case = Case(**LARGE, bias=False, low_id=0, high_id=8)
+    args = on_gpu(case.args())
+    experts.forget_plans()
+    for _ in range(3):
+        assert_right(providers.run("experts", case.call(args)), args, case.options)
+    assert [plan.config.specialised for plan in experts._PLANS.values()] == [False]
+    assert "product_tiles: module has no attribute 'warp_specialize'" in slow_paths.notes()[0]
+    experts.forget_plans()
+
+
 def test_a_configuration_that_cannot_be_is_an_error() -> None:
     """Who forces these kernels on a call that they do not take is told why."""
     from moefuse.kernels.triton.config import specialised_tiles

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from moefuse.cli.command import CommandError
 from moefuse.cli.main import COMMANDS, main, parser
 from moefuse.kernels.triton import config
 from moefuse.machine import cache_folder
-from moefuse.runtime import native
+from moefuse.runtime import native, providers
 from moefuse.tuning import store
 from moefuse.tuning.measure.report import WarmupReport
 
@@ -193,9 +194,15 @@ def no_compiler() -> str:
     raise RuntimeError("none")
 
 
+def with_no_gluon(module: str) -> Any:
+    gluon = types.SimpleNamespace(unusable=lambda: "product_tiles: no warp_specialize", LOST="kernels with specialised warps are not used")
+    return gluon if module == "launch.gluon" else "no Triton here"
+
+
 MISSING = {
     "compiler": (lambda m, folder: m.setattr(doctor._torch_private, "cpp_compiler", no_compiler), "install g++ (apt-get install g++)"),
     "triton": (lambda m, folder: m.setattr(store, "triton_version", lambda: "none"), "pip install triton"),
+    "gluon": (lambda m, folder: m.setattr(providers, "triton_module", with_no_gluon), "another triton may have what they need"),
     "torch": (lambda m, folder: m.setattr(torch, "__version__", "2.4.1"), "moefuse needs torch 2.11 or newer"),
     "capture": (
         lambda m, folder: m.setattr(entry, "unavailable", lambda: "capture is off"),

@@ -76,7 +76,7 @@ def source(launch: Any, tensors: dict[str, torch.Tensor]) -> Any:
     """What Triton's launcher would compile for this launch."""
     from triton.compiler import ASTSource
 
-    from moefuse.kernels.triton.launch.launch import Described
+    from moefuse.kernels.triton.launch.descriptors import Described
 
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -113,6 +113,43 @@ def source(launch: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 
+class Driver:
+    """Takes notes of what the driver would be given."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, Any, Any]] = []
+        self.encoded: list[tuple[Any, ...]] = []
+        self.errors: list[int] = []
+        self.entered: list[int] = []
+
+    def launch(self, config: Any, function: Any, params: Any, extra: Any) -> int:
+        self.launched.append((config._obj, function.value, list(params)))
+        return self.errors.pop(0) if self.errors else 0
+
+    def encode(self, at: Any, kind: int, rank: int, begin: Any, *rest: Any) -> int:
+        self.encoded.append((at.value, kind, rank, begin.value, *[[*r][:rank] if hasattr(r, "__len__") else r for r in rest]))
+        return 0
+
+    def enter(self, device: int) -> None:
+        self.entered.append(device)
+
+
+def compile_launch(it: Any, tensors: dict[str, torch.Tensor], arch: int | str, options: dict[str, Any] | None = None) -> Any:
+    """A launch compiled as Triton's launcher would, in a form that moefuse's own takes whatever this Triton is."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from moefuse.kernels.triton.launch import driver_launch
+
+    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
+    compiled = triton.compile(source(it, tensors), target=target, options=it.options if options is None else options)
+    if not isinstance(arch, str):
+        compiled.__dict__["function"] = 77
+        it.compiled = compiled
+        driver_launch.Direct([it], it.names, 0, Driver())
+    return compiled
+
+
 @functools.cache
 def cuobjdump() -> str | None:
     """NVIDIA's tool in Triton's package, which a build for another platform may lack."""
@@ -136,17 +173,13 @@ def spills(compiled: Any, arch: int | str, folder: Path) -> int:
 
 
 def compile_plan(problem: Any, config: Any, arch: int | str, folder: Path, separate: bool = False) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from moefuse.kernels.triton.host import layout
 
-    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
     device = layout.Device("", 132, SHARED[arch], arch == 90, not isinstance(arch, str))
     plan, tensors = make_plan(problem, config, separate, device)
     for step in plan.steps:
         options = {k: v for k, v in step.options.items() if k != "launch_pdl" or not isinstance(arch, str)}
-        compiled = triton.compile(source(step, tensors), target=target, options=options)
+        compiled = compile_launch(step, tensors, arch, options)
         name = f"{step.kernel.__name__} for {arch}"
         assert compiled.metadata.shared <= SHARED[arch], f"{name}: {compiled.metadata.shared} bytes of shared memory"
         assert spills(compiled, arch, folder) == 0, f"{name} spills"
@@ -261,9 +294,6 @@ def test_the_table_compiles(index: int, specialised: bool, tmp_path: Path) -> No
 @pytest.mark.parametrize("arch", [80, 90])
 def test_float32_is_multiplied_by_tensor_cores(arch: int) -> None:
     """Split into parts: as exact as without tensor cores, and several times as fast."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from moefuse.kernels.triton.config import fit, rules
     from moefuse.kernels.triton.host import layout
 
@@ -272,23 +302,20 @@ def test_float32_is_multiplied_by_tensor_cores(arch: int) -> None:
     plan, tensors = make_plan(problem, config, device=layout.Device("", 132, SHARED[arch], arch == 90))
     for name in ("up_tiles", "down_tiles"):
         step = next(s for s in plan.steps if s.kernel.__name__ == name)
-        ptx = triton.compile(source(step, tensors), target=GPUTarget("cuda", arch, 32), options=step.options).asm["ptx"]
+        ptx = compile_launch(step, tensors, arch).asm["ptx"]
         assert "fma.rn.f32" not in ptx
         assert re.search(r"(wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+k8[\w.]*\.f32\.tf32\.tf32", ptx)
 
 
 def test_join_is_one_product(tmp_path: Path) -> None:
     """The halves of a merged weight make one wgmma of 256 columns, by TMA, without a copy through registers."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from moefuse.tuning.problem import Config, Tiles
 
     problem = problems()["prefill"]
     up = Tiles(128, 64, 8, 4, 8, desc=True, join=True, tail=True)
     plan, tensors = make_plan(problem, Config(128, up, Tiles(256, 64, 8, 4, 8, desc=True)))
     step = next(s for s in plan.steps if s.kernel.__name__ == "up_tiles")
-    compiled = triton.compile(source(step, tensors), target=GPUTarget("cuda", 90, 32), options=step.options)
+    compiled = compile_launch(step, tensors, 90)
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async.sync.aligned.m64n256k16" in ptx
     assert "cp.async.bulk.tensor.4d" in ptx
@@ -313,81 +340,142 @@ def test_rules_and_table_never_exceed_a_small_device() -> None:
 
 def compiled_up(desc: bool) -> tuple[Any, Any]:
     """(a step of a plan, its kernel compiled for sm_90), with PDL."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from moefuse.tuning.problem import Config, Tiles, Vectors
 
     part = Tiles(128, 64, 8, 3, 8, desc=True, join=True, rows_desc=True) if desc else Vectors(4, 512)
     plan, tensors = make_plan(problems()["prefill" if desc else "decode"], Config(128 if desc else 0, part, part, pdl=True))
     step = next(s for s in plan.steps if s.kernel.__name__.startswith("up"))
-    return step, triton.compile(source(step, tensors), target=GPUTarget("cuda", 90, 32), options=step.options)
+    return step, compile_launch(step, tensors, 90)
 
 
 @pytest.mark.parametrize("desc", [False, True], ids=["pointers", "descriptors"])
-def test_direct_launches_pass_what_tritons_launcher_passes(desc: bool) -> None:
-    """The arguments of the machine code, one by one, against the C text of Triton's generated launcher."""
-    from triton.backends.nvidia.driver import make_launcher
-
-    from moefuse.kernels.triton.launch import driver_launch
-
-    step, compiled = compiled_up(desc)
-    signature = list(compiled.src.signature.values())
-    metas = compiled.metadata.tensordesc_meta
-    text = make_launcher({}, dict(enumerate(signature)), metas)
-    declared = re.search(r"CUdeviceptr profile_scratch, (.*?)\) \{", text)[1].split(", ")  # type: ignore[index]
-    passed = re.search(r"void \*params\[\] = \{ (.*?) \};", text)[1].split(", ")  # type: ignore[index]
-    assert passed == ["&" + d.split()[-1] for d in declared] + ["&global_scratch", "&profile_scratch"]
-    types = {
-        "pointer": "CUdeviceptr",
-        "map": "CUtensorMap",
-        "shape": "int32_t",
-        "stride": "int64_t",
-        "i32": "int32_t",
-        "i64": "int64_t",
-        "fp32": "uint32_t",
-    }
-    mine = driver_launch.parameters(signature, [len(d.shape) for _, d in step.descs])
-    assert [types[kind.split()[0]] for _, kind in mine] == [d.split()[0] for d in declared]
-    assert any(len(at) > 1 for at, _ in mine), "no argument that is a tuple"
-    assert "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION" in text
-
-
-def test_direct_launches_store_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_launches_store_every_argument(desc: bool) -> None:
     """Values, grid, threads, stream and the PDL attribute, read back from the memory that the driver would read."""
     import ctypes
 
     from moefuse.kernels.triton.launch import driver_launch
 
-    step, compiled = compiled_up(desc=False)
-    monkeypatch.setattr(type(compiled), "function", 77, raising=False)
-    monkeypatch.setattr(compiled, "function", 77, raising=False)
-    step.compiled = compiled
-    seen: list[Any] = []
-
-    def launch(config: Any, function: Any, params: Any, extra: Any) -> int:
-        seen.append((config._obj, function.value, list(params)))
-        return 0
-
+    step, compiled = compiled_up(desc)
+    lib = Driver()
     names = sorted(set(step.names))
-    it = driver_launch.Direct([step], names, launch)
-    addresses = [1000 + i for i in range(len(names))]
-    assert it.run(5, addresses)
-    config, function, params = seen[0]
-    assert (function, tuple(config.grid), tuple(config.block), config.stream) == (77, step.grid, (128, 1, 1), 5)
+    it = driver_launch.Direct([step], names, 3, lib)
+    addresses = [1024 * (1 + i) for i in range(len(names))]
+    it.run(5, addresses)
+    config, function, params = lib.launched[0]
+    threads = 32 * compiled.metadata.num_warps
+    assert (function, tuple(config.grid), tuple(config.block), config.stream) == (77, step.grid, (threads, 1, 1), 5)
     assert config.shared == compiled.metadata.shared
     assert config.num_attributes == 1
     attribute = ctypes.cast(config.attributes, ctypes.POINTER(driver_launch._Attribute))[0]
     assert (attribute.id, attribute.value, ctypes.sizeof(attribute), ctypes.sizeof(config)) == (6, 1, 72, 56)
-    kinds = driver_launch.parameters(list(compiled.src.signature.values()), [])
+    kinds = driver_launch.parameters(list(compiled.src.signature.values()), [len(d.shape) for _, d in step.descs])
     assert len(params) == len(kinds) + 2
+    assert any(len(at) > 1 for at, _ in kinds), "no argument that is a tuple"
+    maps = {at: begin for at, _, _, begin, *_ in lib.encoded}
+    assert len(maps) == len(step.descs) == desc * 2
     for (position, kind), at in zip(kinds, params, strict=False):
         value = functools.reduce(operator.getitem, position, step.args)
         if kind == "pointer":
-            assert ctypes.c_uint64.from_address(at).value == 1000 + names.index(value)
+            assert ctypes.c_uint64.from_address(at).value == addresses[names.index(value)]
+        elif kind == "map":
+            assert at % 64 == 0
+            assert maps[at] == addresses[names.index(value.array)]
+        elif kind.startswith("shape"):
+            assert ctypes.c_int32.from_address(at).value == value.shape[int(kind[-1])]
+        elif kind.startswith("stride"):
+            assert ctypes.c_int64.from_address(at).value == value.strides[int(kind[-1])]
         else:
             assert driver_launch.NUMBERS[kind].from_address(at).value == pytest.approx(value, rel=1e-6)
     assert all(ctypes.c_uint64.from_address(at).value == 0 for at in params[-2:])
+
+
+def test_a_tensor_map_shows_what_the_descriptor_says() -> None:
+    """Innermost dimension first, strides in bytes and without that of the innermost; one map for each address."""
+    from moefuse.kernels.triton.launch import driver_launch
+
+    step, compiled = compiled_up(desc=True)
+    lib, names = Driver(), sorted(set(step.names))
+    it = driver_launch.Direct([step], names, 0, lib)
+    addresses = [1024 * (1 + i) for i in range(len(names))]
+    for _ in range(2):
+        it.run(5, addresses)
+    for (_, d), meta, made in zip(step.descs, compiled.metadata.tensordesc_meta, lib.encoded, strict=True):
+        _, kind, rank, begin, shape, strides, block, steps, interleave, swizzle, promotion, fill = made
+        assert (kind, rank, begin) == (9, len(d.shape), addresses[names.index(d.array)])
+        assert shape == [*reversed(d.shape)]
+        assert strides == [*[2 * s for s in reversed(d.strides[:-1])], 0]
+        assert (block, steps) == ([*reversed(meta["block_size"])], [1] * rank)
+        assert (interleave, swizzle, promotion, fill) == (0, meta["swizzle"], 2, 0)
+    it.run(5, [a + 256 for a in addresses])
+    assert len(lib.encoded) == 2 * len(step.descs)
+
+
+def test_a_thread_without_a_context_gets_one() -> None:
+    """The driver declines the first launch of such a thread; what it declines then is an error with the code."""
+    from moefuse.kernels.triton.launch import driver_launch
+
+    step, _ = compiled_up(desc=False)
+    lib = Driver()
+    it = driver_launch.Direct([step], step.names, 3, lib)
+    addresses = [*range(len(step.names))]
+    lib.errors = [201]
+    it.run(5, addresses)
+    assert (len(lib.launched), lib.entered) == (2, [3])
+    lib.errors = [700, 700]
+    with pytest.raises(RuntimeError, match="CUDA error 700 at launch 0"):
+        it.run(5, addresses)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"ptx": lambda text: text.replace(".param .u32", ".param .u64", 1)}, "in another form"),
+        ({"ptx": lambda text: text.replace(".entry", ".func", 1)}, "in another form"),
+        ({"global_scratch_size": 64}, "scratch"),
+        ({"num_ctas": 2}, "clusters"),
+        ({"num_ctas": None}, "does not say"),
+    ],
+    ids=["a wider number", "no entry", "scratch", "clusters", "a field that is gone"],
+)
+def test_what_is_not_known_is_launched_by_triton(change: dict[str, Any], reason: str) -> None:
+    """A Triton that passes arguments otherwise, or no longer says what is asked, is not guessed at."""
+    import types
+
+    from moefuse.kernels.triton.launch import driver_launch
+
+    step, compiled = compiled_up(desc=False)
+    ptx = change.pop("ptx", lambda text: text)(compiled.asm["ptx"])
+    said = {**compiled.metadata._asdict(), **change}
+    metadata = types.SimpleNamespace(**{name: value for name, value in said.items() if value is not None or name not in change})
+    step.compiled = types.SimpleNamespace(src=compiled.src, asm={"ptx": ptx}, metadata=metadata, function=77)
+    with pytest.raises(NotImplementedError, match=reason):
+        driver_launch.Direct([step], step.names, 0, Driver())
+
+
+def test_a_number_by_its_name_is_new_in_every_launch() -> None:
+    """``launch_once`` has nothing that a launch keeps: numbers stand where pointers do."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from moefuse.kernels.triton.device import wgrad
+    from moefuse.kernels.triton.launch import driver_launch
+    from moefuse.kernels.triton.launch.launch import Launch
+
+    names = wgrad.write_addresses.arg_names
+    it = Launch(wgrad.write_addresses, (1,), {name: name for name in names}, {}, num_warps=1)
+    numbers = [3, *[(1 << 40) + i for i in range(len(names) - 2)]]
+    signature = {name: "*i64" if name == "table" else "i32" if name == "first" else "i64" for name in names}
+    compiled = triton.compile(ASTSource(it.kernel, signature), target=GPUTarget("cuda", 90, 32), options=it.options)
+    compiled.__dict__["function"] = 77
+    it.compiled = compiled
+    lib = Driver()
+    direct = driver_launch.Direct([it], names, 0, lib)
+    direct.run(5, [4096, *numbers])
+    params = lib.launched[0][2]
+    kinds = [kind for _, kind in driver_launch.parameters(list(compiled.src.signature.values()), [])]
+    found = [driver_launch.NUMBERS[kind].from_address(at).value for kind, at in zip(kinds[1:], params[1:], strict=False)]
+    assert found == numbers
 
 
 def test_arguments_are_bound_by_name() -> None:

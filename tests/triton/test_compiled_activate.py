@@ -9,15 +9,12 @@ import pytest
 import torch
 
 from moefuse.ops.meaning.call import Body
-from tests.triton.test_compiled import SHARED, source, spills
+from tests.triton.test_compiled import SHARED, compile_launch, spills
 
 
 @pytest.mark.parametrize("arch", SHARED)
 @pytest.mark.parametrize(("activation", "gated"), [("swiglu_oai", True), ("tanh", False)])
 def test_compiles(activation: str, gated: bool, arch: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from moefuse.kernels.triton.launch import calls
     from moefuse.kernels.triton.provide import activate
 
@@ -27,6 +24,5 @@ def test_compiles(activation: str, gated: bool, arch: int | str, tmp_path: Path,
     gate, up = h.chunk(2, -1)
     activate.activate(gate, up if gated else None, Body(activation, (1.7, 7.0)))
     [(launch, tensors)] = made
-    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
-    compiled = triton.compile(source(launch, tensors), target=target, options={"num_warps": 4})
+    compiled = compile_launch(launch, tensors, arch, {"num_warps": 4})
     assert spills(compiled, arch, tmp_path) == 0

@@ -15,7 +15,7 @@ import torch
 
 from moefuse.ops.meaning.call import Body, ExpertsCall, Stack, Term
 from tests.strategies import THOROUGH
-from tests.triton.test_compiled import SHARED, source, spills
+from tests.triton.test_compiled import SHARED, compile_launch, spills
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,23 +105,19 @@ def compile_all(
     made: list[Any], arch: int | str, folder: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any], spilled: int = 0
 ) -> None:
     """Run, and compile every different launch."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from moefuse.kernels.triton.host import factors, layout, linear, sorted_rows, wgrad
 
     device = layout.Device("", 132, SHARED[arch], arch == 90, not isinstance(arch, str))
     for module in (factors, linear, sorted_rows, wgrad):
         monkeypatch.setattr(module, "device_of", lambda d: device)
     run()
-    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
     seen = set()
     for it, tensors in made:
         key = (it.kernel.__name__, str(it.args), tuple(t.dtype for t in tensors.values()))
         if key in seen:
             continue
         seen.add(key)
-        compiled = triton.compile(source(it, tensors), target=target, options=it.options)
+        compiled = compile_launch(it, tensors, arch)
         name = f"{it.kernel.__name__} for {arch} {it.args}"
         assert compiled.metadata.shared <= SHARED[arch], f"{name}: {compiled.metadata.shared} bytes of shared memory"
         assert spills(compiled, arch, folder) <= spilled, f"{name} spills"

@@ -10,14 +10,13 @@ import torch
 
 from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
 from moefuse.ops.meaning.encoding import EXPONENTS, LDEXP, MADE, Encoding, Packing, Rounding
-from tests.triton.test_compiled import SHARED, source, spills
+from tests.triton.test_compiled import SHARED, compile_launch, spills
 from tests.triton.test_compiled_coded import HIDDEN, INTER, TOP_K, projection
 from tests.triton.test_compiled_grouped import launches
 
 __all__ = ["launches"]
 
-KNOWN = pytest.importorskip("moefuse.kernels.triton.host.available").known()
-pytestmark = pytest.mark.skipif(not KNOWN, reason="this Triton has no Gluon that the kernels are written for")
+pytest.importorskip("triton")
 
 BYTE, WORD = Packing(1, (0, 4)), Packing(1, tuple(range(0, 32, 4)))
 ENCODINGS = {
@@ -87,9 +86,6 @@ def test_large_experts_by_channels(tokens: int, hidden: int, taken: bool, monkey
 @pytest.mark.parametrize(("name", "arch"), CASES)
 def test_products(name: str, arch: int, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token and four, in two launches; one with slots that are tiles of their own, and tiles of the sort."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from moefuse.kernels.triton.provide import words
 
     _on_device(arch, monkeypatch)
@@ -102,7 +98,7 @@ def test_products(name: str, arch: int, launches: list[Any], tmp_path: Path, mon
     made = [(it, tensors) for it, tensors in launches if it.kernel.__name__ in ("word_tiles", "lone_rows")]
     assert len(made) == 8
     for it, tensors in made:
-        compiled = triton.compile(source(it, tensors), target=GPUTarget("cuda", arch, 32), options=it.options)
+        compiled = compile_launch(it, tensors, arch)
         most = 1024 if it.kernel.__name__ == "lone_rows" else 0  # the sums of parts
         assert compiled.metadata.shared <= most, f"{compiled.metadata.shared} bytes go through shared memory"
         assert not spills(compiled, arch, tmp_path)

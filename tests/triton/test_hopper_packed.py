@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from moefuse.ops.meaning.call import Body, ExpertsCall, Stack
-from tests.triton.test_compiled import SHARED, source, spills
+from tests.triton.test_compiled import SHARED, compile_launch, spills
 from tests.triton.test_compiled_coded import HIDDEN, INTER, projection
 from tests.triton.test_compiled_grouped import launches
 from tests.triton.test_compiled_words import ENCODINGS
 
 __all__ = ["launches"]
 
-KNOWN = pytest.importorskip("moefuse.kernels.triton.host.available").known()
-pytestmark = pytest.mark.skipif(not KNOWN, reason="this Triton has no Gluon that the kernels are written for")
+pytest.importorskip("triton")
 
 CASES = [name for name, (encoding, _) in ENCODINGS.items() if encoding.activation is None]
 
@@ -27,9 +26,6 @@ CASES = [name for name, (encoding, _) in ENCODINGS.items() if encoding.activatio
 @pytest.mark.parametrize("name", CASES)
 def test_layer(name: str, rows: int, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both products, of tiles of so many rows; gate and up in two blocks, by turns, or apart with biases."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from moefuse.kernels.triton.host import coded as host, layout, packed_specialised, sorted_rows, words as sizes
     from moefuse.kernels.triton.provide import packed
 
@@ -45,6 +41,6 @@ def test_layer(name: str, rows: int, launches: list[Any], tmp_path: Path, monkey
     made = [(it, tensors) for it, tensors in launches if it.kernel.__name__ == "packed_products"]
     assert len(made) == 2
     for it, tensors in made:
-        compiled = triton.compile(source(it, tensors), target=GPUTarget("cuda", 90, 32), options=it.options)
+        compiled = compile_launch(it, tensors, 90)
         assert compiled.metadata.shared <= SHARED[90]
         assert not spills(compiled, 90, tmp_path)

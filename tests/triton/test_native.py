@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moefuse import _torch_private
-from tests.triton.test_compiled import make_plan, source
+from tests.triton.test_compiled import Driver, compile_launch, make_plan
 
 NAME = "moefuse_direct_test"
 COUNTS = [1, 0, 1, 0, 0, 0]
@@ -71,11 +71,8 @@ class World:
     """A library over fake CUDA functions, a plan for few slots, and what has been launched."""
 
     def __init__(self) -> None:
-        import triton
-        from triton.backends.compiler import GPUTarget
-
         from moefuse.kernels.triton.launch import dispatcher, driver_launch
-        from moefuse.tuning.problem import Config, Problem, Vectors
+        from moefuse.tuning.problem import Config, Problem, Tiles, Vectors
 
         self.native, self.direct = dispatcher, driver_launch
         self.launched: list[tuple[Any, ...]] = []
@@ -86,21 +83,29 @@ class World:
         for op in ("infer", "general"):
             self.define(op)
         self.ops.impl("general", self.general, "CPU")
-        launch = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
-        stream = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
-        self.callbacks = (stream(self.stream), launch(self.launch))
+        address = ctypes.c_void_p
+        launch = ctypes.CFUNCTYPE(ctypes.c_int32, address, address, ctypes.POINTER(address), address)
+        stream = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(address))
+        encode = ctypes.CFUNCTYPE(ctypes.c_int32, address, ctypes.c_int32, ctypes.c_uint32, *[address] * 5, *[ctypes.c_int32] * 4)
+        self.callbacks = (stream(self.stream), launch(self.launch), encode(self.encode))
         functions = _torch_private.libtorch_interface(dispatcher.FUNCTIONS)
         self.memory = Memory(functions)
         functions += [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self.callbacks]
         self.functions = functions
         self.library = dispatcher.load(functions, NAME, "CPU", "infer", "general", 0)
-        self.plan, tensors = make_plan(
-            Problem(T, K, E, H, INNER, H, "merged", "bfloat16"), Config(0, Vectors(4, 64), Vectors(4, 32), pdl=True)
-        )
-        for step in self.plan.steps:
-            compiled = triton.compile(source(step, tensors), target=GPUTarget("cuda", 90, 32), options=step.options)
-            compiled.__dict__["function"] = 77
-            step.compiled = compiled
+        tiles = Tiles(64, 64, 8, 3, 4, desc=True, rows_desc=True)
+        problem = Problem(T, K, E, H, INNER, H, "merged", "bfloat16")
+        self.vectors = self.compiled(problem, Config(0, Vectors(4, 64), Vectors(4, 32), pdl=True))
+        self.tiles = self.compiled(problem, Config(64, tiles, tiles))
+        self.plan = self.vectors
+        self.encoded: list[tuple[Any, ...]] = []
+        self.refuses_maps = 0
+
+    def compiled(self, problem: Any, config: Any) -> Any:
+        plan, tensors = make_plan(problem, config)
+        for step in plan.steps:
+            compile_launch(step, tensors, 90)
+        return plan
 
     def define(self, op: str) -> None:
         self.ops.define(f"{op}(Tensor[] tensors, int[] counts, int body, float arg0, float arg1, ScalarType out_dtype) -> Tensor")
@@ -115,9 +120,13 @@ class World:
         out[0] = 5
         return 0
 
+    def encode(self, at: int, kind: int, rank: int, begin: int, *rest: Any) -> int:
+        self.encoded.append((at, kind, rank, begin, *[(ctypes.c_uint64 * rank).from_address(r)[:] for r in rest[:2]], *rest[4:]))
+        return self.refuses_maps
+
     def launch(self, config: Any, function: Any, params: Any, extra: Any) -> int:
         step = self.plan.steps[len(self.launched) % len(self.plan.steps)]
-        kinds = self.direct.parameters(list(step.compiled.src.signature.values()), [])
+        kinds = self.direct.parameters(list(step.compiled.src.signature.values()), [len(d.shape) for _, d in step.descs])
         at = {
             step.args[position]: ctypes.c_uint64.from_address(params[i]).value
             for i, ((position, *_), kind) in enumerate(kinds)
@@ -129,7 +138,7 @@ class World:
 
     def remember(self, tensors: list[Tensor]) -> bool:
         key = self.native.key_of(tensors, COUNTS, 3, 0.5, -0.25, BF16)
-        return bool(self.native.remember(key, self.plan, self.plan.positions(COUNTS), None, self.library, len))
+        return bool(self.native.remember(key, self.plan, self.plan.positions(COUNTS), None, self.library, Driver()))
 
     def known(self) -> int:
         self.library.moefuse_known.restype = ctypes.c_int64
@@ -156,6 +165,8 @@ def world(everything: World) -> World:
     everything.library.moefuse_forget()
     everything.launched.clear()
     everything.errors.clear()
+    everything.encoded.clear()
+    everything.plan, everything.refuses_maps = everything.vectors, 0
     everything.fallbacks = 0
     everything.raises = None
     everything.memory.room, everything.memory.full = 1 << 30, False
@@ -178,6 +189,33 @@ def test_a_known_call_is_launched(world: World) -> None:
                 assert at.get(name, tensor.data_ptr()) == tensor.data_ptr(), name
         first, last = world.launched[0][3], world.launched[-1][3]
         assert first["h"] == last["h"] not in (0, out.data_ptr())
+
+
+def test_tensor_maps(world: World) -> None:
+    """A map is made before the launches where its array begins elsewhere than in the last call, and what the driver refuses is Python's."""
+    world.plan = world.tiles
+    args = tensors()
+    assert world.remember(args)
+    out = call(args)
+    assert (out.shape, world.fallbacks) == ((T, H), 0)
+    shown = [d for step in world.plan.steps for _, d in step.descs]
+    assert shown
+    assert len(world.encoded) == len(shown)
+    begins = {"w_in": args[3].data_ptr(), "w_up": args[3].data_ptr(), "w_out": args[4].data_ptr(), "x": args[0].data_ptr()}
+    for d, (at, kind, rank, begin, shape, strides, *rest) in zip(shown, world.encoded, strict=True):
+        assert at % 64 == 0
+        assert (kind, rank, begin) == (9, len(d.shape), begins.get(d.array, begin))
+        assert (shape, strides[:-1]) == ([*reversed(d.shape)], [2 * s for s in reversed(d.strides[:-1])])
+        assert (rest[0], *rest[2:]) == (0, 2, 0)
+    world.encoded.clear()
+    other = tensors()
+    call([*args[:3], args[3], other[4]])
+    assert other[4].data_ptr() in [made[3] for made in world.encoded]
+    assert args[3].data_ptr() not in [made[3] for made in world.encoded]
+    world.refuses_maps = 1
+    world.launched.clear()
+    call(tensors())
+    assert (world.fallbacks, world.launched) == (1, [])
 
 
 def test_what_is_unknown_goes_on(world: World) -> None:
@@ -253,7 +291,7 @@ def test_separate_parameters(world: World) -> None:
     first, second = arguments(), arguments()
     tables = {3: torch.zeros(E, dtype=torch.int64), 5: torch.zeros(E, dtype=torch.int64)}
     key = world.native.key_of(first, separate, 3, 0.5, -0.25, BF16)
-    assert world.native.remember(key, world.plan, world.plan.positions(separate), tables, world.library, len)
+    assert world.native.remember(key, world.plan, world.plan.positions(separate), tables, world.library, Driver())
     call(first, separate)
     assert world.fallbacks == 0
     up, down = world.launched[0][3], world.launched[-1][3]

@@ -13,7 +13,7 @@ from moefuse.kernels.triton.host.layout import first_features, kernel_gating
 from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.host.operands import is_apart, steps_table
 from moefuse.kernels.triton.host.sorted_rows import Sorted
-from moefuse.kernels.triton.launch.launch import Described
+from moefuse.kernels.triton.launch.descriptors import Described
 from moefuse.kernels.triton.launch.record import as_value
 from moefuse.ops.meaning.call import Body
 

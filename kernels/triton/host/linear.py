@@ -16,7 +16,7 @@ from moefuse.kernels.triton.host.layout import Device, device_of, precision_of, 
 from moefuse.kernels.triton.host.operands import Operand, address_table, describe, is_apart, steps_table
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted, aligned_rows, fit, rows_of, whole
 from moefuse.kernels.triton.launch.calls import launch
-from moefuse.kernels.triton.launch.launch import Described
+from moefuse.kernels.triton.launch.descriptors import Described
 from moefuse.kernels.triton.launch.record import as_value
 from moefuse.tuning.problem import Tiles, power_of_two
 

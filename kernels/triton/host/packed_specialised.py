@@ -17,7 +17,7 @@ from moefuse.kernels.triton.host.coded_specialised import Biases, arguments, for
 from moefuse.kernels.triton.host.layout import Device, device_of
 from moefuse.kernels.triton.host.sorted_rows import Sorted
 from moefuse.kernels.triton.launch.calls import launch
-from moefuse.kernels.triton.launch.launch import Described
+from moefuse.kernels.triton.launch.descriptors import Described
 from moefuse.ops.meaning.call import Body
 
 STEP = 64

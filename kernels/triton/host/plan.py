@@ -20,7 +20,7 @@ from moefuse.kernels.triton.host.layout import INPUTS, Device, Lists
 from moefuse.kernels.triton.host.operands import Operand, address_table, steps_table
 from moefuse.kernels.triton.host.planned import Planned
 from moefuse.kernels.triton.launch import dispatcher
-from moefuse.kernels.triton.launch.driver_launch import Direct, launch_again
+from moefuse.kernels.triton.launch.driver_launch import Direct
 from moefuse.kernels.triton.launch.launch import stream_of
 from moefuse.ops.meaning.call import ExpertsCall, cut
 from moefuse.tuning.problem import Config
@@ -97,7 +97,7 @@ class Plan(Planned):
         at["x"], at["ids"], at["weights"], at["out"] = call.x.data_ptr(), call.ids.data_ptr(), call.weights.data_ptr(), out.data_ptr()
         stream = stream_of(call.device)
         for step in self.steps:
-            launch_again(step, stream, [at[name] for name in step.names])
+            step.again(stream, [at[name] for name in step.names])
         return out
 
     def _places(self, call: ExpertsCall, known: Sequence[int]) -> dict[str, int]:
@@ -154,7 +154,7 @@ class Plan(Planned):
         self.ready = all(step.compiled is not None for step in self.steps)
         if self.ready and not any(self.stacked) and not any(operand is not None and operand.table for operand in self._described()):
             try:
-                self.direct = Direct(self.steps, self.names)
+                self.direct = Direct(self.steps, self.names, self.index)
                 self.sections = [start for start, _, _ in self.workspace.parts.values()]
             except NotImplementedError:
                 return
@@ -191,15 +191,16 @@ class Plan(Planned):
         more = (w_in, w_up if w_up >= 0 else w_in, w_out, b_in, b_up if b_up >= 0 else b_in, b_out if b_out >= 0 else w_out)
         return (0, 1, 2, *more)
 
-    def run_flat(self, every: Sequence[int], counts: Sequence[int]) -> Tensor | None:
-        """:meth:`run` of a packed call with lists of one tensor, given all addresses; None if they could not be launched directly."""
+    def run_flat(self, every: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """:meth:`run` of a packed call with lists of one tensor, given all addresses."""
         assert self.direct is not None
         out = empty_cuda((self.tokens, self.out), (self.out, 1), self.out_dtype)
         space = empty_cuda((self.workspace.size,), (1,), torch.uint8)
         base = space.data_ptr()
         self.inputs = self.inputs or self.positions(counts)
         addresses = [out.data_ptr(), *[every[i] for i in self.inputs], *[base + at for at in self.sections]]
-        return out if self.direct.run(_raw_stream(self.index), addresses) else None
+        self.direct.run(_raw_stream(self.index), addresses)
+        return out
 
 
 def _addresses(call: ExpertsCall, known: Sequence[int]) -> tuple[int, ...]:

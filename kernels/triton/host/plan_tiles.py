@@ -12,7 +12,7 @@ from moefuse.kernels.triton.host import plan_specialised
 from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, TILE_FIELDS, UNROLLED, precision_of, rows_descriptor
 from moefuse.kernels.triton.host.operands import is_apart
 from moefuse.kernels.triton.host.planned import Planned
-from moefuse.kernels.triton.launch.launch import Described
+from moefuse.kernels.triton.launch.descriptors import Described
 from moefuse.tuning.problem import Tiles, power_of_two
 
 APART_ROWS = 128

@@ -10,7 +10,8 @@ import torch
 from moefuse.kernels.triton.device.structs import Rows, Stored
 from moefuse.kernels.triton.host.layout import Device, Workspace, device_of, first_features, kernel_gating
 from moefuse.kernels.triton.host.operands import Operand, describe, is_apart
-from moefuse.kernels.triton.launch.launch import INTERPRETED, Described, Launch
+from moefuse.kernels.triton.launch.descriptors import Described
+from moefuse.kernels.triton.launch.launch import INTERPRETED, Launch
 from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.tuning.problem import Config, Problem, Tiles, Vectors
 

@@ -15,7 +15,8 @@ from moefuse.kernels.triton.host.layout import Device, device_of
 from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.host.sorted_rows import Sorted, bins, blocks, fit
 from moefuse.kernels.triton.launch.calls import launch
-from moefuse.kernels.triton.launch.launch import INTERPRETED, Described
+from moefuse.kernels.triton.launch.descriptors import Described
+from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.ops.meaning.coded_weights import Codes
 from moefuse.ops.meaning.encoding import Encoding
 from moefuse.ops.meaning.token_codes import CODES, Rounding

@@ -16,7 +16,7 @@ from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.host.operands import describe
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted, aligned_rows, fit, whole
 from moefuse.kernels.triton.launch.calls import launch, launch_once
-from moefuse.kernels.triton.launch.launch import Described
+from moefuse.kernels.triton.launch.descriptors import Described
 from moefuse.kernels.triton.launch.record import as_step
 from moefuse.tuning.problem import Tiles
 

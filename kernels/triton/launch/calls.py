@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.launch.driver_launch import launch_again
-from moefuse.kernels.triton.launch.launch import Described, Launch, stream_of
+from moefuse.kernels.triton.launch.descriptors import Described
+from moefuse.kernels.triton.launch.launch import Launch, stream_of
 from moefuse.kernels.triton.launch.record import as_launch
 
 
@@ -37,7 +37,7 @@ def run(it: Launch, tensors: Sequence[Tensor]) -> None:
     if it.compiled is None:
         it.first(tensors)
     else:
-        launch_again(it, stream_of(tensors[0].device), [t.data_ptr() for t in tensors])
+        it.again(stream_of(tensors[0].device), [t.data_ptr() for t in tensors])
 
 
 _LAUNCHES: dict[Any, Launch] = {}

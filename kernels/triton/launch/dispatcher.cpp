@@ -16,6 +16,8 @@ struct Functions {
   int32_t (*current_device)(int32_t*);
   int32_t (*stream)(int32_t, void**);
   int32_t (*launch)(const void*, void*, void**, void**);  // cuLaunchKernelEx
+  // cuTensorMapEncodeTiled
+  int32_t (*encode)(void*, int32_t, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int32_t, int32_t, int32_t, int32_t);
 };
 Functions more_;
 std::string other;       // the op that takes what is not known here
@@ -36,6 +38,15 @@ struct Launch {
   void** params;
 };
 
+// One tensor map: `Tiled` in descriptors.py. It is made again where its array begins elsewhere.
+struct Map {
+  const uint64_t* cell;
+  void* at;
+  uint64_t last, shape[5], strides[5];
+  uint32_t block[5], steps[5], kind, rank, swizzle;
+};
+constexpr int32_t NO_INTERLEAVE = 0, BY_128_BYTES = 2, ZEROS = 0;
+
 struct Plan {
   int64_t out[2], bytes;
   int32_t out_dtype, byte_dtype;
@@ -44,6 +55,7 @@ struct Plan {
   std::vector<uint64_t> constants;
   uint64_t* cells;                        // addresses: out, inputs, sections
   std::vector<Launch> launches;
+  std::vector<Map*> maps;
 };
 
 struct Hash {
@@ -97,7 +109,18 @@ bool describe(const Value* stack, Key& key, std::vector<uint64_t>& addresses) {
   return true;
 }
 
-// Runs a plan; false if the driver declined its first launch, then nothing ran.
+// False if the driver declined.
+bool point(Map& map) {
+  if (map.last == *map.cell) return true;
+  map.last = *map.cell;
+  void* begin = reinterpret_cast<void*>(map.last);
+  if (!more_.encode(map.at, int32_t(map.kind), map.rank, begin, map.shape, map.strides, map.block, map.steps, NO_INTERLEAVE, int32_t(map.swizzle), BY_128_BYTES, ZEROS))
+    return true;
+  map.last = 0;
+  return false;
+}
+
+// Runs a plan; false if the driver declined a map or its first launch, then nothing ran.
 bool run(Plan& plan, const std::vector<uint64_t>& addresses, int32_t device, Value* result) {
   const int64_t strides[] = {plan.out[1], 1}, one = 1;
   void* stream;
@@ -109,6 +132,8 @@ bool run(Plan& plan, const std::vector<uint64_t>& addresses, int32_t device, Val
   *cell++ = reinterpret_cast<uint64_t>(out.data);
   for (int64_t i : plan.inputs) *cell++ = i < 0 ? plan.constants[size_t(-1 - i)] : addresses[size_t(i)];
   for (int64_t offset : plan.sections) *cell++ = space + uint64_t(offset);
+  for (Map* map : plan.maps)
+    if (!point(*map)) return false;
   int32_t error = 0;
   size_t done = 0;
   for (; done < plan.launches.size() && !error; done += !error) {
@@ -150,8 +175,8 @@ PUBLIC int32_t moefuse_register(void* const* functions, const char* name, const 
   return torch_.implement(library, op, infer_kernel, TORCH_2_10);
 }
 
-// The plan of a call with this key. `numbers`: out [2], bytes, out_dtype, dtype of bytes, inputs, sections, constants, launches (four
-// counts), then the inputs, the sections, the constants, and of each launch the addresses of its configuration, function and parameters.
+// The plan of a call with this key. `numbers`: out [2], bytes, out_dtype, dtype of bytes, inputs, sections, constants, launches, maps (five
+// counts), then the inputs, the sections, the constants, of each launch the addresses of its configuration, function and parameters, and the maps.
 PUBLIC void moefuse_remember(const uint64_t* key, int64_t words, const int64_t* numbers, uint64_t* cells) {
   Plan plan;
   const int64_t* n = numbers;
@@ -160,7 +185,7 @@ PUBLIC void moefuse_remember(const uint64_t* key, int64_t words, const int64_t* 
   plan.bytes = *n++;
   plan.out_dtype = int32_t(*n++);
   plan.byte_dtype = int32_t(*n++);
-  int64_t inputs = *n++, sections = *n++, constants = *n++, launches = *n++;
+  int64_t inputs = *n++, sections = *n++, constants = *n++, launches = *n++, maps = *n++;
   plan.inputs.assign(n, n + inputs);
   n += inputs;
   plan.sections.assign(n, n + sections);
@@ -169,6 +194,7 @@ PUBLIC void moefuse_remember(const uint64_t* key, int64_t words, const int64_t* 
   n += constants;
   for (int64_t i = 0; i < launches; ++i, n += 3)
     plan.launches.push_back({reinterpret_cast<Config*>(n[0]), reinterpret_cast<void*>(n[1]), reinterpret_cast<void**>(n[2])});
+  for (int64_t i = 0; i < maps; ++i) plan.maps.push_back(reinterpret_cast<Map*>(*n++));
   plan.cells = cells;
   std::lock_guard<std::mutex> guard(lock);
   plans[Key(key, key + words)] = plan;

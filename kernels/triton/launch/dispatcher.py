@@ -20,14 +20,14 @@ from torch import Tensor
 
 from moefuse import _torch_private
 from moefuse.errors import first_line
-from moefuse.kernels.triton.launch.driver_launch import SWITCH, Direct
+from moefuse.kernels.triton.launch.driver_launch import SWITCH, Direct, driver
 from moefuse.machine import cache_folder, environment, slow_paths
 
 log = logging.getLogger(__name__)
 
 FUNCTIONS = ("aoti_torch_get_device_index", "aoti_torch_get_current_device_index")
-"""Functions of libtorch that only this calls, in the order of ``Functions`` in dispatcher.cpp; behind them come the stream's and the
-driver's launch."""
+"""Functions of libtorch that only this calls, in the order of ``Functions`` in dispatcher.cpp; behind them come the stream's and two of
+the driver."""
 
 FOLDER = "cuda-launch"
 SLOW = "experts on CUDA devices are launched from Python, which takes longer"
@@ -77,8 +77,8 @@ def _start() -> None:
     try:
         functions = _torch_private.libtorch_interface(FUNCTIONS)
         functions += _torch_private.libtorch_functions(["aoti_torch_get_current_cuda_stream"], "torch_cuda")
-        launch = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p).value or 0
-        library = load([*functions, launch], "moefuse", "CUDA", "experts_infer", "experts_infer_general", 1)
+        functions += [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (driver().launch, driver().encode)]
+        library = load(functions, "moefuse", "CUDA", "experts_infer", "experts_infer_general", 1)
     except Exception as error:
         # No compiler, a read-only cache folder, a torch without the interface, ...: the Python op stays.
         log.debug("experts are launched from Python: %s", first_line(error))
@@ -112,7 +112,7 @@ def remember(
     positions: Sequence[int],
     tables: Mapping[int, Tensor] | None = None,
     library: ctypes.CDLL | None = None,
-    function: Any = None,
+    lib: Any = None,
 ) -> bool:
     """Hand over a plan that launches directly; False if that cannot be done.
 
@@ -120,12 +120,12 @@ def remember(
     device's table of the addresses of separate Parameters, which is kept for good.
     """
     library = library or _library
-    # float32 depends on a global switch as well, tensor maps are made in Python, and lists of unequal strides are stacked there.
-    if key is None or library is None or plan.dtype == torch.float32 or any(launch.descs for launch in plan.steps) or any(plan.stacked):
+    # float32 depends on a global switch as well, and lists of unequal strides are stacked in Python.
+    if key is None or library is None or plan.dtype == torch.float32 or any(plan.stacked):
         return False
     try:
         # Its own memory: Python and C++ guard what they write with different locks.
-        direct = Direct(plan.steps, plan.names, function)
+        direct = Direct(plan.steps, plan.names, plan.index, lib)
     except NotImplementedError:
         return False
     sections = [offset for offset, _, _ in plan.workspace.parts.values()]
@@ -139,7 +139,9 @@ def remember(
     places = list(positions)
     for k, at in enumerate(tables or ()):
         places[at] = -1 - k
-    numbers += [len(places), len(sections), len(constants), len(direct.kernels), *places, *sections, *constants, *launches]
+    maps = [ctypes.addressof(made.tiled) for kernel in direct.mapped for _, _, made in kernel.maps]
+    counts = [len(places), len(sections), len(constants), len(direct.kernels), len(maps)]
+    numbers += [*counts, *places, *sections, *constants, *launches, *maps]
     words = (ctypes.c_uint64 * len(key))(*(word & 0xFFFFFFFFFFFFFFFF for word in key))
     _kept.append((direct, tables))
     library.moefuse_remember(words, ctypes.c_int64(len(key)), (ctypes.c_int64 * len(numbers))(*numbers), direct.cells)

@@ -1,31 +1,30 @@
 """Launching all kernels of a plan with a few foreign calls: the driver reads arguments from memory that was laid out once.
 
 Every argument that the plan fixes is stored once; a call writes the addresses that changed and hands the driver, per kernel, a launch
-configuration and an array of pointers to the arguments. The order of the arguments is the one of the launcher that Triton 3.6 generates
-(``triton/backends/nvidia/driver.py``), which a test compares; with any other version, and whenever the driver declines, Triton's own way is
-taken.
+configuration and an array of pointers to the arguments. No version of Triton is asked for: the machine code itself says how many arguments
+of which sizes it takes (its PTX declares them), and where that is not what is laid out here, Triton's own way is taken.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import operator
+import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from struct import Struct
 from typing import Any
 
-import triton
-
-from moefuse.kernels.triton.launch.launch import Described, Launch
+from moefuse.kernels.triton.launch.descriptors import Described, TensorMap, element_of
 from moefuse.machine import environment
 
 SWITCH = "MOEFUSE_DIRECT_LAUNCH"
 """Environment variable; 0 leaves all launches to Triton."""
-_SUPPORTED = tuple(int(n) for n in triton.__version__.split(".")[:2]) == (3, 6)
 _SERIALIZE = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
-_MAX_MAPS = 64
-"""Tensor maps kept per descriptor; an address that is new makes one, which takes a microsecond."""
+_POINTER = 8
+_MAP = 128
 
 NUMBERS: Mapping[str, Any] = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
@@ -51,14 +50,33 @@ class _Config(ctypes.Structure):
     )
 
 
-def driver() -> Any:
-    """cuLaunchKernelEx, or None."""
-    try:
-        function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    except (OSError, AttributeError):
-        return None
-    function.restype = ctypes.c_int
-    return function
+class Driver:
+    """The functions of libcuda that are used here.
+
+    Raises:
+        NotImplementedError: there is none.
+    """
+
+    def __init__(self) -> None:
+        try:
+            library = ctypes.CDLL("libcuda.so.1")
+            self.launch: Any = library.cuLaunchKernelEx
+            self.encode: Any = library.cuTensorMapEncodeTiled
+            self._retain, self._make_current = library.cuDevicePrimaryCtxRetain, library.cuCtxSetCurrent
+        except (OSError, AttributeError) as error:
+            raise NotImplementedError(str(error)) from None
+
+    def enter(self, device: int) -> None:
+        """Make the context of a device the current one of this thread, which may have none yet."""
+        context = ctypes.c_void_p()
+        self._retain(ctypes.byref(context), device)
+        self._make_current(context)
+
+
+@functools.cache
+def driver() -> Driver:
+    """The driver of this process."""
+    return Driver()
 
 
 def parameters(signature: Sequence[Any], ranks: Sequence[int]) -> list[tuple[tuple[int, ...], str]]:
@@ -84,30 +102,45 @@ def parameters(signature: Sequence[Any], ranks: Sequence[int]) -> list[tuple[tup
     return found
 
 
-class _Kernel:
-    """One launch in the driver's form. ``cell`` gives the address where the plan keeps the pointer with a name."""
+def declared(ptx: str) -> list[int]:
+    """Bytes of each argument that a kernel's PTX declares."""
+    found = re.search(r"\.entry\s+[\w$.]+\s*\((.*?)\)", ptx, re.DOTALL)
+    parts = re.findall(r"\.param\b[^,]*?\.([busf])(\d+)\b[^,]*?(?:\[(\d+)\])?\s*(?:,|$)", found[1] if found else "")
+    return [int(bits) // 8 * int(count or 1) for _, bits, count in parts]
 
-    def __init__(self, launch: Launch, cell: Mapping[str, int]) -> None:
+
+def _bytes(kind: str) -> int:
+    if kind in NUMBERS:
+        return ctypes.sizeof(NUMBERS[kind])
+    return {"map": _MAP, "shape": 4}.get(kind.split()[0], _POINTER)
+
+
+class _Kernel:
+    """One launch in the driver's form. ``cell`` gives the address where the plan keeps the pointer, or the number, with a name."""
+
+    def __init__(self, launch: Any, cell: Mapping[str, int], encode: Any) -> None:
         compiled = launch.compiled
-        metas = list(getattr(compiled.metadata, "tensordesc_meta", None) or [])
-        ranks = [len(arg.shape) for arg in launch.args if isinstance(arg, Described)]
+        known = compiled.metadata
         signature = list(compiled.src.signature.values())
-        if len(metas) != len(ranks) or any(meta is None for meta in metas) or len(signature) != len(launch.args):
-            raise NotImplementedError
-        if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size or compiled.metadata.num_ctas != 1:
-            raise NotImplementedError
-        self.maps: list[tuple[int, Described, Any, dict[int, Any]]] = []
+        metas = list(getattr(known, "tensordesc_meta", None) or [])
+        kinds = parameters(signature, [len(arg.shape) for arg in launch.args if isinstance(arg, Described)])
+        expected = [*[_bytes(kind) for _, kind in kinds], _POINTER, _POINTER]
+        if declared(compiled.asm["ptx"]) != expected or len(metas) != len(launch.descs):
+            raise NotImplementedError("the machine code takes its arguments in another form")
+        if known.global_scratch_size or known.profile_scratch_size or known.num_ctas != 1 or known.launch_cooperative_grid:
+            raise NotImplementedError("a kernel that needs scratch memory or clusters")
+        self.maps: list[tuple[int, str, TensorMap]] = []
         self.kept: list[Any] = []
         entries: list[int] = []
-        for at, kind in parameters(signature, ranks):
-            arg: Any = launch.args
-            for i in at:
-                arg = arg[i]
-            if kind == "pointer":
+        for at, kind in kinds:
+            arg = functools.reduce(operator.getitem, at, launch.args)
+            if isinstance(arg, str):
                 entries.append(cell[arg])
             elif kind == "map":
-                self.maps.append((len(entries), arg, metas[len(self.maps)], {}))
-                entries.append(0)
+                meta = metas[len(self.maps)]
+                made = TensorMap(arg, element_of(signature[at[0]]), meta, cell[arg.array], encode)
+                self.maps.append((len(entries), arg.array, made))
+                entries.append(made.tiled.at)
             elif kind.startswith("shape"):
                 entries.append(self._keep(ctypes.c_int32(arg.shape[int(kind[-1])])))
             elif kind.startswith("stride"):
@@ -115,11 +148,11 @@ class _Kernel:
             else:
                 entries.append(self._keep(NUMBERS[kind](arg)))
         none = self._keep(ctypes.c_uint64(0))
-        self.params = (ctypes.c_void_p * (len(entries) + 2))(*entries, none, none)
+        self.params = (ctypes.c_void_p * len(expected))(*entries, none, none)
         attribute = _Attribute(_SERIALIZE, 0, 1)
-        threads = (32 * compiled.metadata.num_warps, 1, 1)
-        pdl = bool(compiled.metadata.launch_pdl)
-        self.config = _Config(launch.grid, threads, compiled.metadata.shared, None, self._keep(attribute) if pdl else None, int(pdl))
+        threads = (32 * known.num_warps, 1, 1)
+        pdl = bool(known.launch_pdl)
+        self.config = _Config(launch.grid, threads, known.shared, None, self._keep(attribute) if pdl else None, int(pdl))
         self.function = ctypes.c_void_p(compiled.function)
         self.call = (ctypes.byref(self.config), self.function, self.params, None)
 
@@ -129,90 +162,56 @@ class _Kernel:
 
     def point(self, at: Mapping[str, int]) -> None:
         """Set the tensor maps of this call."""
-        for index, shown, meta, known in self.maps:
-            address = at[shown.array]
-            tensor_map = known.get(address)
-            if tensor_map is None:
-                if len(known) >= _MAX_MAPS:
-                    known.clear()
-                tensor_map = known[address] = _tensor_map(address, shown.shape, shown.strides, meta)
-            self.params[index] = tensor_map[1]
-
-
-def _tensor_map(address: int, shape: Sequence[int], strides: Sequence[int], meta: Any) -> tuple[Any, int]:
-    """(Triton's object, the address of the map in it)."""
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-    from triton.runtime import driver as runtime
-
-    kind = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-    made = runtime.active.utils.fill_tma_descriptor(
-        address, meta["swizzle"], meta["elem_size"], kind, meta["block_size"], shape, strides, 0
-    )
-    # A Python object's head, then the map at the next multiple of 128 bytes; the object begins at one.
-    if id(made) % 128:
-        raise NotImplementedError
-    return made, id(made) + 128
+        for index, name, made in self.maps:
+            self.params[index] = made.of(at[name])
 
 
 class Direct:
     """All launches of one plan. Not reentrant, so a lock keeps threads apart from writing the addresses to the last launch."""
 
-    def __init__(self, launches: Sequence[Launch], names: Sequence[str], function: Any = None) -> None:
-        """``names``: the order in which :meth:`run` gets addresses.
+    def __init__(self, launches: Iterable[Any], names: Sequence[str], device: int, lib: Any = None) -> None:
+        """Args:
+            launches: compiled ones (``launch.Launch``).
+            names: the order in which :meth:`run` gets addresses.
+            lib: for tests, in the place of :class:`Driver`.
 
         Raises:
-            NotImplementedError: a launch here is of a kind that only Triton's launcher can make.
+            NotImplementedError: a launch here is of a kind that only Triton's launcher can make; why.
         """
-        self.function = function or driver()
-        if self.function is None or not _SUPPORTED or environment.is_off(SWITCH):
-            raise NotImplementedError
+        if environment.is_off(SWITCH):
+            raise NotImplementedError(f"{SWITCH}=0")
+        self.lib, self.device = lib or driver(), device
         self.names = tuple(names)
         self.cells = (ctypes.c_uint64 * len(names))()
         first = ctypes.addressof(self.cells)
         cell = {name: first + 8 * i for i, name in enumerate(names)}
-        self.kernels = [_Kernel(launch, cell) for launch in launches]
+        try:
+            self.kernels = [_Kernel(launch, cell, self.lib.encode) for launch in launches]
+        except (AttributeError, LookupError) as error:
+            raise NotImplementedError(f"this Triton does not say {error}") from error
         self.calls = [kernel.call for kernel in self.kernels]
         self.mapped = [kernel for kernel in self.kernels if kernel.maps]
         self.pack: Callable[..., None] = Struct(f"{len(names)}Q").pack_into
         self.stream: int | None = None
         self.lock = threading.Lock()
 
-    def run(self, stream: int, addresses: Sequence[int]) -> bool:
-        """Launch everything; False if the driver declined the first launch (then nothing ran)."""
-        function = self.function
+    def run(self, stream: int, addresses: Sequence[int]) -> None:
+        """Launch everything."""
+        launch = self.lib.launch
         with self.lock:
             self.pack(self.cells, 0, *addresses)
             if self.mapped:
                 at = dict(zip(self.names, addresses, strict=True))
-                try:
-                    for kernel in self.mapped:
-                        kernel.point(at)
-                except NotImplementedError:
-                    return False
+                for kernel in self.mapped:
+                    kernel.point(at)
             if stream != self.stream:
                 for kernel in self.kernels:
                     kernel.config.stream = stream
                 self.stream = stream
             for i, call in enumerate(self.calls):
-                code = function(*call)
+                code = launch(*call)
+                if code and not i:
+                    self.lib.enter(self.device)
+                    code = launch(*call)
                 if code:
-                    if i == 0:
-                        return False
                     raise RuntimeError(f"CUDA error {code} at launch {i} of an experts call")
-        return True
-
-
-def launch_again(it: Launch, stream: int, addresses: Sequence[int]) -> None:
-    """A launch that has been compiled, with other arrays: by the driver, or where that cannot be by Triton's launcher."""
-    if it.driver is None:
-        it.driver = _alone(it)
-    if not (it.driver and it.driver.run(stream, addresses)):
-        it.again(stream, addresses)
-
-
-def _alone(it: Launch) -> Direct | bool:
-    """The launch by the driver's function, or False."""
-    try:
-        return Direct([it], it.names)
-    except NotImplementedError:
-        return False

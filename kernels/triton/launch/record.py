@@ -24,7 +24,6 @@ from torch import Tensor
 
 from moefuse._torch_private import after_operations, current_device, empty_cuda, raw_stream
 from moefuse.kernels.triton import config
-from moefuse.kernels.triton.launch.driver_launch import launch_again
 from moefuse.kernels.triton.launch.kinds import exact_kinds, kind_of
 from moefuse.kernels.triton.launch.launch import INTERPRETED, Launch, tf32_allowed
 from moefuse.kernels.triton.launch.nested import Slot, replaced, slots_of, tensors_of
@@ -67,7 +66,7 @@ class Record(NamedTuple):
                 addresses[i] = start + at
         for do, args, made, over in self.steps:
             if type(do) is Launch:
-                launch_again(do, stream, [addresses[i] for i in args])
+                do.again(stream, [addresses[i] for i in args])
             elif do is empty_cuda:
                 tensors[made[0]] = empty_cuda(*args)
                 addresses[made[0]] = tensors[made[0]].data_ptr()

@@ -17,6 +17,7 @@ from moefuse.kernels.triton.launch.kinds import kind_of_list
 from moefuse.kernels.triton.launch.launch import INTERPRETED, tf32_allowed
 from moefuse.kernels.triton.launch.record import forget_records
 from moefuse.kernels.triton.provide import library, training
+from moefuse.machine import slow_paths
 from moefuse.ops.meaning.call import ExpertsCall, cut
 from moefuse.runtime import providers
 
@@ -43,7 +44,11 @@ def experts(call: ExpertsCall) -> Tensor:
     packed = call.pack()
     addresses = [*map(Tensor.data_ptr, packed[0])]
     key = key_of(packed, addresses)
-    return _run(_PLANS.get(key) or _plan(key, call), packed, addresses)
+    try:
+        return _run(_PLANS.get(key) or _plan(key, call), packed, addresses)
+    except slow_paths.LostError:
+        forget_plans()
+        raise
 
 
 def infer(*packed: Any) -> Tensor:
@@ -69,8 +74,9 @@ def _run(plan: AnyPlan, packed: Sequence[Any], addresses: Sequence[int]) -> Tens
     """A call by its plan; ``addresses``: of all tensors."""
     device = packed[0][0].get_device()
     if device < 0 or device == current_device():
-        made = plan.run_flat(addresses, packed[1]) if plan.direct is not None else None
-        return _run_here(plan, ExpertsCall.unpack(*packed), addresses) if made is None else made
+        if plan.direct is not None:
+            return plan.run_flat(addresses, packed[1])
+        return _run_here(plan, ExpertsCall.unpack(*packed), addresses)
     with torch.cuda.device(device):
         return _run_here(plan, ExpertsCall.unpack(*packed), addresses)
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from moefuse.kernels.triton.host import alone, coded, sorted_rows, token_codes, words
-from moefuse.kernels.triton.host.available import known
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.host.words import Part
+from moefuse.kernels.triton.launch import gluon
 from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.kernels.triton.provide import projections
 from moefuse.ops.meaning.call import ExpertsCall
@@ -53,8 +53,8 @@ def refusal(call: ExpertsCall) -> str | None:
     """None, or why a call is not made so."""
     device = device_of(call.x.device)
     slots = call.ids.numel()
-    if INTERPRETED or not known() or torch.version.hip is not None:
-        return "no Gluon"
+    if INTERPRETED or torch.version.hip is not None or (why := gluon.unusable()) is not None:
+        return "no Gluon" if INTERPRETED or torch.version.hip is not None else f"no Gluon ({why})"
     if not slots or call.x.stride(1) != 1 or not (call.w_out.features and call.w_out.inputs):
         return "there are no rows, or they are not contiguous"
     if call.body.on_input:
