@@ -9,6 +9,9 @@ VENV4 := .venv4
 VENV_TRL := .venv-trl
 # The GPU kernels are compiled and interpreted without a GPU. Triton stays beside the environment: everything else is tested without it.
 TRITON := $(VENV)/triton
+# The newest one that pip finds, for what depends on it most: kernels in Gluon, whose names are experimental, and launches.
+NEWEST := $(VENV)/triton-newest
+DEPENDS := $(wildcard tests/triton/test_hopper_*.py) tests/triton/test_compiled_words.py tests/triton/test_native.py tests/triton/test_compiled.py
 DEEPSPEED := $(VENV)/deepspeed
 # What `make versions` tries: the oldest torch that is supported and the newest that pip finds, on every Python that is here.
 TORCHES := 2.11.0 newest
@@ -20,7 +23,7 @@ RULES := $(sort $(wildcard tests/null/test_rules_*.py))
 COVERED := --cov=moefuse --cov=passes
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint quick test test-one-process test-ranks test-transformers4 test-trl test-deepspeed test-triton37 versions zoo-coverage kernels line-coverage gpu deep dist-nightly bench clean
+.PHONY: help venv demo lint quick test test-one-process test-ranks test-transformers4 test-trl test-deepspeed versions zoo-coverage kernels line-coverage gpu deep dist-nightly bench clean
 
 help:
 	@echo "make venv   the environment, pinned, in $(VENV)"
@@ -37,7 +40,7 @@ help:
 	@echo "make gpu    the tests that need a CUDA device"
 	@echo "make lint   style and types only"
 	@echo "make deep   the tests again with many more generated programs"
-	@echo "make test-triton37  warp-specialised kernels compile with Triton 3.7, which comes with torch 2.13"
+	@echo "make  warp-specialised kernels compile with Triton 3.7, which comes with torch 2.13"
 	@echo "make dist-nightly  all tests on several ranks, and many more drawn programs"
 	@echo "make bench  benchmarks"
 
@@ -92,10 +95,6 @@ test-deepspeed: $(DEEPSPEED)/.installed
 	PYTHONPATH=$(DEEPSPEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu/test_deepspeed.py -q
 
 # The index decides which builds of torch these are: see tests/versions.py before this downloads gigabytes.
-test-triton37: $(STAMP)
-	$(BIN)/pip install --quiet --no-deps --target $(TRITON)37 triton==3.7.1
-	PYTHONPATH=$(TRITON)37 $(BIN)/python -m pytest tests/triton/test_hopper_compiled.py -q -n auto
-
 versions:
 	$(PYTHON) tests/versions.py --torch $(TORCHES) --python $(PYTHONS)
 
@@ -112,10 +111,15 @@ $(VENV4)/.installed $(VENV_TRL)/.installed:
 	$(@D)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-kernels: $(TRITON)/.installed
+kernels: $(TRITON)/.installed $(NEWEST)/.installed
 	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/triton -x -q -n auto --dist worksteal --durations 15
 	PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton tests/contract -x -q -n auto --dist worksteal \
 		--durations 15
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest $(DEPENDS) -k "not the_rules and not the_table" -x -q -n auto --dist worksteal
+
+$(NEWEST)/.installed: $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(NEWEST) triton
+	@touch $@
 
 $(TRITON)/.installed: $(STAMP) requirements/triton.txt
 	$(BIN)/pip install --quiet --no-deps --target $(TRITON) -r requirements/triton.txt

@@ -82,7 +82,7 @@ def fit(p: Problem, config: Config, limit: int, itemsize: int) -> Config:
 def vectors(p: Problem) -> Config:
     """Programs of 4 warps that keep 16 bytes per thread and row in flight; features side by side where storage is in-out."""
     up = Vectors(64, 16) if p.transposed_in else Vectors(4, min(512, power_of_two(p.hidden)))
-    at = min(power_of_two(p.top_k), 8)
+    at = min(power_of_two(p.top_k), 4 if p.dtype == "float64" else 8)
     down = Vectors(64, 16, at=min(at, 4)) if p.transposed_out else Vectors(4, min(256, power_of_two(p.inter)), at=at)
     return Config(0, up, down)
 

@@ -49,11 +49,11 @@ def compiled(src: Any, options: dict[str, Any]) -> Any:
 
 def assembled(kernel: Any, folder: Path) -> str:
     """What ptxas says about a kernel."""
-    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
 
     path = folder / "kernel.ptx"
     path.write_text(kernel.asm["ptx"])
-    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(path), "-o", str(folder / "kernel.o")]
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(path), "-o", str(folder / "kernel.o")]
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 

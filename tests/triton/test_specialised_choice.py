@@ -85,7 +85,7 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     from moefuse.kernels.triton.host.layout import Device
 
     monkeypatch.setattr(available, "INTERPRETED", False)
-    monkeypatch.setattr(available, "known", lambda: True)
+    monkeypatch.setattr(available.gluon, "unusable", lambda: None)
     assert available.available(Device("", 132, SHARED[90], True))
     assert not available.available(Device("", 132, SHARED[90], False))
     monkeypatch.setenv(available.SWITCH, "0")
