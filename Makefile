@@ -35,12 +35,11 @@ help:
 	@echo "make versions  quick tests with other releases: TORCHES='2.11.0 newest' PYTHONS='python3.11 python3.12 python3.13'"
 	@echo "make zoo-coverage  every family of transformers 5 and 4.57, each implementation, eval and train: docs/coverage.md (half an hour)"
 	@echo "make quick  style, types, what needs no compiler, and a slice of the catalogue of spellings: a minute and a half on two cores"
-	@echo "make kernels  the GPU kernels without a GPU: interpreted, and compiled for five targets (part of test)"
+	@echo "make kernels  the GPU kernels without a GPU: interpreted, and compiled for five targets, in part with the newest Triton too (part of test)"
 	@echo "make line-coverage  line and branch coverage of all tests that need no GPU (half an hour on two cores; of a slice in make test)"
 	@echo "make gpu    the tests that need a CUDA device"
 	@echo "make lint   style and types only"
 	@echo "make deep   the tests again with many more generated programs"
-	@echo "make  warp-specialised kernels compile with Triton 3.7, which comes with torch 2.13"
 	@echo "make dist-nightly  all tests on several ranks, and many more drawn programs"
 	@echo "make bench  benchmarks"
 

@@ -39,11 +39,12 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, parts in KINDS if any(part in kernel for part in parts)), "other")
 
 
-def build(device: str, tiny: bool) -> Any:
+def build(device: str, tiny: bool, layers: int = 16) -> Any:
+    """Qwen3-30B-A3B with so many layers and random weights; ``tiny``: a small one of two."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes: dict[str, Any] = {"hidden_size": 2048, "moe_intermediate_size": 768, "head_dim": 128, "num_attention_heads": 32}
-    sizes |= {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936, "num_hidden_layers": 16}
+    sizes |= {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936, "num_hidden_layers": layers}
     if tiny:
         sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
         sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 512, "num_hidden_layers": 2}

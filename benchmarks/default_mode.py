@@ -32,18 +32,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 
 def build(device: str, layers: int, tiny: bool, spread: bool) -> Any:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from decode import build
 
-    sizes: dict[str, Any] = {"hidden_size": 2048, "moe_intermediate_size": 768, "head_dim": 128, "num_attention_heads": 32}
-    sizes |= {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}
-    if tiny:
-        sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-        sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 512}
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        config = Qwen3MoeConfig(num_hidden_layers=layers, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], **sizes)
-        model = Qwen3MoeForCausalLM(config)
+    model = build(device, tiny, layers)
     torch.set_default_dtype(torch.float32)
     if spread:
         with torch.no_grad():

@@ -53,8 +53,10 @@ def refusal(call: ExpertsCall) -> str | None:
     """None, or why a call is not made so."""
     device = device_of(call.x.device)
     slots = call.ids.numel()
-    if INTERPRETED or torch.version.hip is not None or (why := gluon.unusable()) is not None:
-        return "no Gluon" if INTERPRETED or torch.version.hip is not None else f"no Gluon ({why})"
+    if INTERPRETED or torch.version.hip is not None:
+        return "no Gluon"
+    if (why := gluon.unusable()) is not None:
+        return f"no Gluon ({why})"
     if not slots or call.x.stride(1) != 1 or not (call.w_out.features and call.w_out.inputs):
         return "there are no rows, or they are not contiguous"
     if call.body.on_input:
