@@ -27,7 +27,7 @@ from _timing import by_line, environment, in_a_row  # noqa: E402
 
 from moefuse.kernels.triton.host import linear, sorted_rows, wgrad  # noqa: E402
 from moefuse.kernels.triton.host.sorted_rows import Sorted  # noqa: E402
-from moefuse.kernels.triton.launch.record import forget_records  # noqa: E402
+from moefuse.runtime.providers import forget_records  # noqa: E402
 from moefuse.tuning.problem import Tiles  # noqa: E402
 
 E, K, H, I = 128, 8, 2048, 768  # noqa: E741

@@ -40,6 +40,7 @@ import layer  # noqa: E402
 import layer_report  # noqa: E402
 
 import moefuse  # noqa: E402
+from moefuse.runtime import providers  # noqa: E402
 
 NAMES = ("moefuse", "moefuse_own", "moefuse_library", "hf_grouped_c", "moefuse_loop", "loop")
 EAGER = ("loop", "hf_grouped")
@@ -64,7 +65,9 @@ def make(name: str, s: gs.Shape, lists: layer.Lists) -> Step:
 
     def step(x: Tensor, ids: Tensor, weights: Tensor, grad: Tensor) -> list[Tensor]:
         nonlocal fused
-        config.PRODUCTS = preferred
+        if preferred != config.PRODUCTS:
+            config.PRODUCTS = preferred
+            providers.forget_records()
         with mock.patch.object(operands.Operands, "kept_tokens", tokens):
             out = call(x, ids, weights)
         if ours and not fused:

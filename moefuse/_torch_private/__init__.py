@@ -59,8 +59,6 @@ from moefuse._torch_private.cpp import (
 )
 from moefuse._torch_private.cuda import (
     current_device as current_device,
-    empty_cuda as empty_cuda,
-    raw_stream as raw_stream,
 )
 from moefuse._torch_private.custom_ops import (
     implementations as implementations,

@@ -26,9 +26,9 @@ def told(op: Callable[..., Any]) -> Callable[..., Any]:
     """The op, whose exceptions leave their text."""
 
     @functools.wraps(op)
-    def kernel(*args: Any) -> Any:
+    def kernel(*args: Any, **options: Any) -> Any:
         try:
-            return op(*args)
+            return op(*args, **options)
         except BaseException as error:
             _last.text = f"{type(error).__name__}: {error}".encode()
             raise

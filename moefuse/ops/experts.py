@@ -2,7 +2,8 @@
 
 Inference is ``experts_infer``; a call that is differentiated is ``experts_forward``, later ``experts_backward``, or its three parts where
 memory is to be free between them (``moefuse/runtime/backward.py``). On the CPU a C++ kernel takes the former over
-(``moefuse/runtime/native.py``), and what it leaves comes back as the op of the same name with ``_general``.
+(``moefuse/runtime/native.py``), on CUDA what plays records (``kernels/triton/launch/player.py``); what they leave comes back as the op of
+the same name with ``_general``.
 
 What forward saves for backward has shapes that do not depend on the routing:
 
@@ -68,10 +69,8 @@ def _or_native(name: str, unit: str, general: Callable[..., Any]) -> Callable[..
     return kernel
 
 
-def _infer(tensors: Lists, *rest: Any) -> Tensor:
-    if tensors[0].device.type == "cuda" and not isinstance(kernels := providers.triton_kernels(), str):
-        return kernels.infer(tensors, *rest)  # type: ignore[no-any-return]
-    return providers.run("experts", ExpertsCall.unpack(tensors, *rest))  # type: ignore[no-any-return]
+def _infer(*packed: Any) -> Tensor:
+    return providers.run("experts", ExpertsCall.unpack(*packed))  # type: ignore[no-any-return]
 
 
 def _infer_fake(*packed: Any) -> Tensor:
@@ -145,8 +144,8 @@ for _name, _general, _general_fake, _unit, _entry, _rules in (
     ("experts_forward", _forward, _forward_fake, "train", autograd.not_differentiable("experts_forward"), None),
     ("experts_backward", _grads("experts_backward", GradCall), _backward_fake, "train", autograd.once("experts_backward", _again), _again),
 ):
-    implement(_name, kernel=_or_native(_name, _unit, _general), fake=_general_fake, autograd=_entry, composite=_rules)
-    implement(f"{_name}_general", kernel=_torch_private.failures.told(_general), fake=_general_fake, autograd=None)
+    _kernel = _or_native(_name, _unit, _general)
+    implement(_name, kernel=_kernel, fake=_general_fake, autograd=_entry, composite=_rules, general=_general)
 for _name, _kind, _general_fake in (
     ("experts_backward_rows", RowsCall, _rows_fake),
     ("experts_backward_in", InCall, _in_fake),

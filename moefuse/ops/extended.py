@@ -51,13 +51,8 @@ def _legal(*data: Any, recompute: bool = False, **options: Any) -> ExpertsCall:
     return call
 
 
-def _run(call: ExpertsCall) -> Tensor:
-    found: Tensor = providers.run("experts_extended", call)
-    return found
-
-
 def _kernel(*data: Any, **options: Any) -> Tensor:
-    found: Tensor = providers.run_by_kind("experts_extended", _legal, _run, data, options)
+    found: Tensor = providers.run("experts_extended", _legal(*data, **options))
     return found
 
 

@@ -41,17 +41,8 @@ def checked(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encod
 
 def _kernel(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str) -> Tensor:
     check_offset_values(offsets, xs.shape[0], "grouped_linear_coded")
-    found: Tensor = providers.run_by_kind("grouped_linear_coded", _legal, _run, (xs, offsets, w, codes, b), {"encoding": encoding})
-    return found
-
-
-def _legal(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str) -> tuple[Any, ...]:
     checked(xs, offsets, w, codes, b, encoding)
-    return xs, offsets, w, codes, b, encoding
-
-
-def _run(call: tuple[Any, ...]) -> Tensor:
-    found: Tensor = providers.run("grouped_linear_coded", *call)
+    found: Tensor = providers.run("grouped_linear_coded", xs, offsets, w, codes, b, encoding)
     return found
 
 

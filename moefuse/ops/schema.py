@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from moefuse._torch_private import failures
 from moefuse.ops.meaning.composite import batched, transformable
 
 _LISTS = (
@@ -27,9 +29,9 @@ _KEPT = "(Tensor out, Tensor h, Tensor order, Tensor offsets)"
 
 SCHEMAS: tuple[str, ...] = (
     f"experts({_EXPERTS_ARGS}) -> Tensor",
-    *(f"experts_infer{general}({_PACKED}) -> Tensor" for general in ("", "_general")),
-    *(f"experts_forward{general}({_PACKED}) -> {_KEPT}" for general in ("", "_general")),
-    *(f"experts_backward{part}({_PACKED_BACKWARD}) -> Tensor[]" for part in ("", "_general", "_rows", "_in", "_out")),
+    f"experts_infer({_PACKED}) -> Tensor",
+    f"experts_forward({_PACKED}) -> {_KEPT}",
+    *(f"experts_backward{part}({_PACKED_BACKWARD}) -> Tensor[]" for part in ("", "_rows", "_in", "_out")),
     f"experts_extended({_LISTS}{_FACTORS}Tensor[] codes, *, float[] scales=[], str[]? encodings=None, bool recompute=False, {_OPTIONS}) "
     "-> Tensor",
     f"experts_extended_forward({_EXTENDED}, {_BODY}, ScalarType out_dtype) -> {_KEPT[:-1]}, Tensor u)",
@@ -50,6 +52,7 @@ SCHEMAS: tuple[str, ...] = (
     "expert_rows_backward(Tensor grad, Tensor[] v, Tensor offsets) -> Tensor[]",
     "combine(Tensor ys, Tensor? weights, Tensor order, Tensor offsets, SymInt top_k, ScalarType? out_dtype) -> Tensor",
     "own(Tensor x) -> Tensor",
+    "recorded(Tensor[] tensors, int what) -> Tensor[]",
     "topk(Tensor scores, int k) -> (Tensor values, Tensor ids)",
     "router_logits(Tensor x, Tensor w, Tensor? bias, ScalarType out_dtype) -> Tensor",
     "route(Tensor logits, Tensor? bias, int k, str score, int groups, int kept, int best, bool lowest, bool by_choice, str weight, "
@@ -73,12 +76,26 @@ SCHEMAS: tuple[str, ...] = (
     "combine_backward(Tensor grad, Tensor ys, Tensor? weights, Tensor order, Tensor offsets, SymInt top_k, bool[] needs) -> Tensor[]",
 )
 
+ON_CPU = ("experts_infer", "experts_forward", "experts_backward")
+"""Ops that have a kernel in C++ on the CPU (moefuse/runtime/native.py)."""
+PLAYED = (
+    "experts_infer", "experts_forward", "experts_hidden", "experts_backward_rows", "experts_backward_in", "experts_backward_out",
+    "experts_extended", "experts_extended_forward", "experts_extended_hidden", "experts_extended_backward", "permute", "grouped_linear",
+    "grouped_linear_backward", "grouped_linear_coded", "grouped_linear_coded_backward", "expert_rows", "expert_rows_backward", "combine",
+    "combine_backward", "topk", "route", "router_logits", "recorded",
+)  # fmt: skip
+"""Ops that C++ plays on CUDA (kernels/triton/launch/player.py)."""
+TWINS = frozenset((*ON_CPU, *PLAYED))
+"""Ops with a twin, ``_general`` behind the name: the Python that C++ asks for what it does not know."""
+
 # The caller's strides are part of the contract (in-out weight storage arrives as a transposed view), so Inductor must not re-lay inputs.
 _TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "needs_exact_strides") if hasattr(torch.Tag, name))
 
 LIBRARY = torch.library.Library("moefuse", "DEF")
 for _schema in SCHEMAS:
     LIBRARY.define(_schema, tags=_TAGS)
+    if (_name := _schema.partition("(")[0]) in TWINS:
+        LIBRARY.define(_schema.replace("(", "_general(", 1), tags=_TAGS)
 
 TAKES_IDS = tuple(
     getattr(torch.ops.moefuse, name).default
@@ -88,6 +105,16 @@ TAKES_IDS = tuple(
 """Ops whose second argument is the ids of experts: what looks for a layer's choice of experts in a graph finds it there."""
 
 
+def _twin(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, recorded where a C++ that plays records asks for that; it has been imported if there is one."""
+
+    def general(*args: Any, **options: Any) -> Any:
+        record: Any = sys.modules.get("moefuse.kernels.triton.launch.record")
+        return kernel(*args, **options) if record is None else record.asked(kernel, args, options)
+
+    return general
+
+
 def implement(
     name: str,
     *,
@@ -95,15 +122,19 @@ def implement(
     fake: Callable[..., Any],
     autograd: Callable[..., Any] | None,
     composite: Callable[..., Any] | None = None,
+    general: Callable[..., Any] | None = None,
 ) -> None:
-    """Register one op.
+    """Register one op, and its twin if it has one.
 
     Args:
         kernel: for every device.
         fake: for tracing.
         autograd: above both; None: it only runs below autograd.
         composite: the op in torch's own operations, for whatever transforms a call (``moefuse/ops/meaning/composite.py``).
+        general: of the twin, if that is another kernel.
     """
+    if name in TWINS:
+        implement(f"{name}_general", kernel=failures.told(_twin(general or kernel)), fake=fake, autograd=None)
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     above = torch.library.fallthrough_kernel if autograd is None else transformable(name, autograd, composite)
     LIBRARY.impl(name, above, "Autograd")

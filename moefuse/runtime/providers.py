@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -43,8 +43,6 @@ class Provider:
     """The only device type whose tensors it takes (or :data:`FALLBACK`); None if it may take those of the CPU."""
     traced: Callable[..., Any] | None = None
     """The same as ``run`` in operations that Inductor compiles, instead of a call of the op; the op says whether it asks for it."""
-    by_kind: Callable[..., Any] | None = None
-    """``launch/record.by_kind``, if what the provider does follows from the kind of a call's arguments; see :func:`run_by_kind`."""
 
 
 def _everything(*args: Any) -> None:
@@ -95,17 +93,7 @@ def _triton(module: str, op: str, name: str = "triton", traced: str | None = Non
     def call(function: str) -> Callable[..., Any]:
         return lambda *args: getattr(triton_module(module), function)(*args)
 
-    by_kind = _by_kind if op in _BY_KIND else None
-    return [Provider(name, supports, call(op), "cuda", None if traced is None else call(traced), by_kind)]
-
-
-_BY_KIND = ("experts_extended", "grouped_linear_coded")
-"""Ops that ask with :func:`run_by_kind`."""
-
-
-def _by_kind(check: Callable[..., Any], run: Callable[..., Any], data: Any, options: Any) -> Any:
-    record = triton_module("launch.record")
-    return run(check(*data, **options)) if isinstance(record, str) else record.by_kind(check, run, data, options)
+    return [Provider(name, supports, call(op), "cuda", None if traced is None else call(traced))]
 
 
 PROVIDERS: dict[str, list[Provider]] = {
@@ -138,6 +126,7 @@ PROVIDERS: dict[str, list[Provider]] = {
 }
 
 
+_FIRST = {op: order[0] for op, order in PROVIDERS.items()}
 _NATIVE = {"infer": ("experts",), "train": ("experts_forward", "experts_backward")}
 """The ops that each C++ kernel takes over on the CPU."""
 
@@ -160,12 +149,32 @@ def unregister(op: str, name: str) -> None:
 
 def _replace(op: str, order: list[Provider]) -> None:
     PROVIDERS[op][:] = order
-    if (kernels := sys.modules.get("moefuse.kernels.triton.provide.experts")) is not None:
-        kernels.forget_plans()  # what it launches without asking here
+    if (player := _player()) is not None:
+        player.configure()
+        player.forget()  # what it launches without asking here
     unit = next((unit for unit, ops in _NATIVE.items() if op in ops), None)
     if unit is not None:
         free = all(p.device not in (None, "cpu") or p.supports is _everything for name in _NATIVE[unit] for p in PROVIDERS[name])
         native.configure(free, unit=unit)
+
+
+def _player() -> Any:
+    return sys.modules.get("moefuse.kernels.triton.launch.player")
+
+
+def is_ours(op: str) -> bool:
+    """Whether calls of an op go to a provider of moefuse first, so that a record may stand for what it does."""
+    op = {"experts_infer": "experts"}.get(op, op)
+    return op not in PROVIDERS or PROVIDERS[op][0] is _FIRST[op]
+
+
+def forget_records() -> None:
+    """Plan and record every call anew, so that it takes a configuration that was measured since.
+
+    CUDA graphs recorded before stay as they are: a graph holds the launches, and Triton keeps the kernels that it launches.
+    """
+    if (player := _player()) is not None:
+        player.forget()
 
 
 def select(op: str, *args: Any) -> Provider:
@@ -188,15 +197,3 @@ def run(op: str, *args: Any) -> Any:
             return select(op, *args).run(*args)
         except slow_paths.LostError:
             continue  # what was lost is no longer chosen
-
-
-def run_by_kind(op: str, check: Callable[..., Any], compute: Callable[..., Any], data: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """``compute(check(*data, **options))``, where ``compute`` runs the op.
-
-    The first provider may do without both for a call of a kind that it has run before. Only for the implementation of an op: what stands
-    above it (autograd, tracing, subclasses) has had its turn, and tensors are those that are computed with.
-    """
-    first = PROVIDERS[op][0]
-    if first.by_kind is None or first_tensor(data).device.type != first.device:
-        return compute(check(*data, **options))
-    return first.by_kind(check, compute, data, options)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moefuse.runtime import providers
+
 pytestmark = pytest.mark.gpu
 
 
 def test_equal_bits_and_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.kernels.triton.provide import experts as provider
 
     tokens, top_k, experts, hidden, inter = 8192, 4, 16, 512, 384
     generator = torch.Generator("cuda").manual_seed(0)
@@ -22,7 +23,7 @@ def test_equal_bits_and_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     args = (x, ids, scores.bfloat16(), [some(experts, 2 * inter, hidden)], [], [some(experts, hidden, inter)], [], [], [])
 
     def call() -> tuple[torch.Tensor, int]:
-        provider.forget_plans()
+        providers.forget_records()
         torch.ops.moefuse.experts(*args)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -34,7 +35,7 @@ def test_equal_bits_and_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, most = call()
     monkeypatch.setenv("MOEFUSE_WORKSPACE_MIB", "16")
     parts, less = call()
-    provider.forget_plans()
+    providers.forget_records()
     assert torch.equal(parts, whole)
     assert most > 32 << 20
     assert less <= 17 << 20

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from moefuse.runtime import providers
 from tests.cpu.ops_case import Case
 from tests.gpu.gpu_case import assert_right, on_gpu
 
@@ -83,6 +84,7 @@ def test_training_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
         found = []
         for preferred in ("own", "library"):
             monkeypatch.setattr(config, "PRODUCTS", preferred)
+            providers.forget_records()
             out = run(args, **case.options)
             pull = torch.ones_like(out).cumsum(1).sin()
             found.append([out.detach(), *torch.autograd.grad(out, leaves(args), pull)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import threading
 import weakref
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefuse.runtime import providers
 from tests.cpu.ops_case import Case
 from tests.gpu.gpu_case import assert_right, on_gpu, run
 
@@ -192,80 +192,109 @@ def test_what_is_kept_is_not_in_the_pool_of_a_graph(tokens: int, monkeypatch: py
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("tokens", "separate"), [(2, False), (2, True), (700, False)], ids=["stacked", "separate", "tensor maps"])
-def test_launched_without_python(tokens: int, separate: bool) -> None:
+def known() -> Any:
+    """What plays records, once the C++ is compiled."""
+    from moefuse.kernels.triton.launch import player
+
+    for thread in threading.enumerate():
+        if thread.name.endswith("(_start)"):
+            thread.join()
+    it = player.active()
+    assert it is not None, "the C++ did not compile"
+    return it.library.moefuse_known
+
+
+@pytest.mark.parametrize(
+    ("tokens", "separate"), [(2, False), (2, True), (700, False), (700, True)], ids=["stacked", "separate", "tensor maps", "maps apart"]
+)
+def test_launched_without_python(tokens: int, separate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once C++ knows a call it launches it: the same bits, live weights, other tokens; a graph records it."""
-    from moefuse.kernels.triton.launch import dispatcher
+    from moefuse.kernels.triton.host.plan import Plan
     from moefuse.kernels.triton.provide import experts as provider
 
     sizes = {"tokens": tokens, "hidden": 256, "inter": 128, "hidden_out": 256, "experts": 8, "top_k": 2}
     case = Case(**sizes, bias=False, dtype=torch.bfloat16, separate=separate)
     args = on_gpu(case.args())
-    provider.forget_plans()
     run(args, **case.options)
-    for thread in threading.enumerate():
-        if thread.name.endswith("(_start)"):
-            thread.join()
-    assert dispatcher.ready(), "the C++ did not compile"
-    assert dispatcher._library is not None
-    dispatcher._library.moefuse_known.restype = ctypes.c_int64
-    for _ in range(3):
+    count = known()
+    providers.forget_records()
+    for _ in range(2):
         run(args, **case.options)
-    assert dispatcher._library.moefuse_known() == 1
-    assert separate or tokens == 2 or any(step.descs for plan in provider._PLANS.values() for step in plan.steps)
-    want = provider.experts(case.call(args))
-    out = run(args, **case.options)
-    assert torch.equal(out, want)
-    args[0] = args[0] * 2
-    for w in args[3]:
-        w.mul_(0.5)
-    want = provider.experts(case.call(args))
-    assert torch.equal(run(args, **case.options), want)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = run(args, **case.options)
-    args[1].copy_(args[1].flip(0))
-    graph.replay()
-    assert torch.equal(recorded, provider.experts(case.call(args)))
-    assert_right(recorded, args, case.options)
+    assert count() == 1
+    plan = provider.plan_of(case.call(args))
+    assert tokens == 2 or any(step.descs for step in plan.steps)  # type: ignore[union-attr]
 
+    def want() -> Tensor:
+        return plan.run(case.call(args))
 
-def test_known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many rows of separate Parameters: a second call finds its plan by their addresses. Weights are read live, and none is kept alive."""
-    from moefuse.kernels.triton.host.plan import Plan
-    from moefuse.kernels.triton.provide import experts as provider
-
-    case = Case(tokens=700, hidden=136, inter=200, hidden_out=264, experts=6, top_k=2, gating="separate", bias=False, separate=True)
-    case = case.with_(dtype=torch.bfloat16)
-    args = on_gpu(case.args())
-    provider.forget_plans()
-    want = run(args, **case.options)
-    assert_right(want, args, case.options)
-    (plan,) = provider._PLANS.values()
-    assert plan.apart == {"w_in", "w_up", "w_out"}
-    assert torch.equal(run(args, **case.options), want)
-    assert len(plan.known) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(Plan, "_operands", None)
-        assert torch.equal(run(args, **case.options), want)
-        args[5][1].mul_(2)
-        changed = run(args, **case.options)
+        patch.setattr(Plan, "__init__", None)
+        assert torch.equal(run(args, **case.options), want())
+        args[0] = args[0] * 2
+        for w in args[3]:
+            w.mul_(0.5)
+        assert torch.equal(run(args, **case.options), want())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             recorded = run(args, **case.options)
-        graph.replay()
-        assert torch.equal(recorded, changed)
-    assert_right(changed, args, case.options)
-    assert torch.equal(changed, provider.experts(case.call(args)))
-    for other in (
+    args[1].copy_(args[1].flip(0))
+    graph.replay()
+    assert torch.equal(recorded, want())
+    assert_right(recorded, args, case.options)
+
+
+def test_known_addresses() -> None:
+    """Many rows of separate Parameters: each set of them has tables of its own. Weights are read live, and none is kept alive."""
+    case = Case(tokens=700, hidden=136, inter=200, hidden_out=264, experts=6, top_k=2, gating="separate", bias=False, separate=True)
+    case = case.with_(dtype=torch.bfloat16)
+    args = on_gpu(case.args())
+    want = run(args, **case.options)
+    count = known()
+    providers.forget_records()
+    assert_right(want, args, case.options)
+    others = (
         [*args[:3], args[3][::-1], *args[4:]],  # the same addresses in another order
         [*args[:5], [w[:128] for w in args[5]], *args[6:]],  # the same addresses and strides, other sizes
         [args[0][:600], args[1][:600], args[2][:600], *args[3:]],
-    ):
-        assert_right(run(other, **case.options), other, case.options)
-        assert_right(run(other, **case.options), other, case.options)
-    assert sum(len(plan.known) for plan in provider._PLANS.values()) == 4
+    )
+    for _ in range(4):
+        assert torch.equal(run(args, **case.options), want)
+        for other in others:
+            assert_right(run(other, **case.options), other, case.options)
+    assert count() == 3  # the first two are one kind, with two records
+    args[5][1].mul_(2)
+    changed = run(args, **case.options)
+    assert_right(changed, args, case.options)
     refs = [weakref.ref(w) for part in args[3:6] for w in part]
-    del args, other, graph
+    del args, other, others
     gc.collect()
     assert not any(ref() is not None for ref in refs)
+
+
+def steps_of(case: Case, args: list[Any]) -> list[Tensor]:
+    """A step of training."""
+    x, weights = args[0].detach().requires_grad_(), args[2].detach().requires_grad_()
+    held = [[w.detach().requires_grad_() for w in part] for part in args[3:]]
+    out = run([x, args[1], weights, *held], **case.options)
+    return [out, *torch.autograd.grad(out, [x, weights, *(w for part in held for w in part)], torch.ones_like(out).cumsum(1).sin())]
+
+
+@STORAGES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_training_without_python(storage: dict[str, bool], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits from records as from Python, in memory that is full of something else."""
+    from moefuse.kernels.triton.provide import training
+
+    case = Case(**SOME, **storage, bias=False, dtype=dtype)
+    args = on_gpu(case.args())
+    want = steps_of(case, args)
+    known()
+    for _ in range(2):
+        for found, right in zip(steps_of(case, args), want, strict=True):
+            assert torch.equal(found, right)
+    for name in ("products", "_sorted", "_hidden"):
+        monkeypatch.setattr(training, name, None)
+    held = [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(8)]
+    del held
+    for found, right in zip(steps_of(case, args), want, strict=True):
+        assert torch.equal(found, right)

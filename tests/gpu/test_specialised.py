@@ -59,6 +59,7 @@ def test_a_triton_that_does_not_compile_them(monkeypatch: pytest.MonkeyPatch) ->
     """The call is made by the kernels of Triton, so are all later ones, and a note says what was lost."""
     from triton.experimental.gluon._runtime import GluonJITFunction
 
+    from moefuse.kernels.triton.host.plan import Plan
     from moefuse.kernels.triton.launch import gluon
     from moefuse.kernels.triton.provide import experts
     from moefuse.machine import slow_paths
@@ -72,12 +73,14 @@ def test_a_triton_that_does_not_compile_them(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(slow_paths, "_notes", {})
     case = Case(**LARGE, bias=False, low_id=0, high_id=8)
     args = on_gpu(case.args())
-    experts.forget_plans()
+    providers.forget_records()
     for _ in range(3):
         assert_right(providers.run("experts", case.call(args)), args, case.options)
-    assert [plan.config.specialised for plan in experts._PLANS.values()] == [False]
+    plan = experts.plan_of(case.call(args))
+    assert isinstance(plan, Plan)
+    assert not plan.config.specialised
     assert "product_tiles: module has no attribute 'warp_specialize'" in slow_paths.notes()[0]
-    experts.forget_plans()
+    providers.forget_records()
 
 
 def test_a_configuration_that_cannot_be_is_an_error() -> None:

@@ -23,26 +23,27 @@ SPEC = moefuse.ExpertsSpec(16, 4, 256, 128, "bfloat16", "silu", bias=True)
 @pytest.fixture
 def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Measurements of tiny layers stay out of the user's folder, and plans that were made with them go."""
-    from moefuse.kernels.triton.provide import experts as provider
+    from moefuse.runtime import providers
     from moefuse.tuning import sites
 
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     monkeypatch.delenv("MOEFUSE_AUTOTUNE")
     sites.clear()
-    provider.forget_plans()
+    providers.forget_records()
     yield
-    provider.forget_plans()
+    providers.forget_records()
     sites.clear()
 
 
 def config_of(case: Case) -> dict[str, Any]:
     """What the plan of a call takes now."""
+    from moefuse.kernels.triton.host.plan import Plan
     from moefuse.kernels.triton.provide import experts as provider
 
-    provider.forget_plans()
     args = on_gpu(case.args())
     run(args, **case.options)
-    (plan,) = provider._PLANS.values()
+    plan = provider.plan_of(case.call(args))
+    assert isinstance(plan, Plan)
     return plan.config.to_json()
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import re
 import subprocess
 from pathlib import Path
@@ -99,6 +98,8 @@ def source(launch: Any, tensors: dict[str, torch.Tensor]) -> Any:
         if isinstance(value, Described):
             layout = "" if value.layout is None else f",{value.layout!r}"
             signature[param.name] = f"tensordesc<{POINTERS[tensors[value.array].dtype]}{list(value.block)}{layout}>"
+        elif i in launch.begins:
+            signature[param.name] = "i64"
         elif i < len(launch.names):
             signature[param.name] = f"*{POINTERS[tensors[value].dtype]}"
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -113,27 +114,6 @@ def source(launch: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 
-class Driver:
-    """Takes notes of what the driver would be given."""
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[Any, Any, Any]] = []
-        self.encoded: list[tuple[Any, ...]] = []
-        self.errors: list[int] = []
-        self.entered: list[int] = []
-
-    def launch(self, config: Any, function: Any, params: Any, extra: Any) -> int:
-        self.launched.append((config._obj, function.value, list(params)))
-        return self.errors.pop(0) if self.errors else 0
-
-    def encode(self, at: Any, kind: int, rank: int, begin: Any, *rest: Any) -> int:
-        self.encoded.append((at.value, kind, rank, begin.value, *[[*r][:rank] if hasattr(r, "__len__") else r for r in rest]))
-        return 0
-
-    def enter(self, device: int) -> None:
-        self.entered.append(device)
-
-
 def compile_launch(it: Any, tensors: dict[str, torch.Tensor], arch: int | str, options: dict[str, Any] | None = None) -> Any:
     """A launch compiled as Triton's launcher would, in a form that moefuse's own takes whatever this Triton is."""
     import triton
@@ -146,7 +126,7 @@ def compile_launch(it: Any, tensors: dict[str, torch.Tensor], arch: int | str, o
     if not isinstance(arch, str):
         compiled.__dict__["function"] = 77
         it.compiled = compiled
-        driver_launch.Direct([it], it.names, 0, Driver())
+        driver_launch.laid_out(it, range(len(it.names)))
     return compiled
 
 
@@ -356,84 +336,6 @@ def compiled_up(desc: bool) -> tuple[Any, Any]:
     return step, compile_launch(step, tensors, 90)
 
 
-@pytest.mark.parametrize("desc", [False, True], ids=["pointers", "descriptors"])
-def test_direct_launches_store_every_argument(desc: bool) -> None:
-    """Values, grid, threads, stream and the PDL attribute, read back from the memory that the driver would read."""
-    import ctypes
-
-    from moefuse.kernels.triton.launch import driver_launch
-
-    step, compiled = compiled_up(desc)
-    lib = Driver()
-    names = sorted(set(step.names))
-    it = driver_launch.Direct([step], names, 3, lib)
-    addresses = [1024 * (1 + i) for i in range(len(names))]
-    it.run(5, addresses)
-    config, function, params = lib.launched[0]
-    threads = 32 * compiled.metadata.num_warps
-    assert (function, tuple(config.grid), tuple(config.block), config.stream) == (77, step.grid, (threads, 1, 1), 5)
-    assert config.shared == compiled.metadata.shared
-    assert config.num_attributes == 1
-    attribute = ctypes.cast(config.attributes, ctypes.POINTER(driver_launch._Attribute))[0]
-    assert (attribute.id, attribute.value, ctypes.sizeof(attribute), ctypes.sizeof(config)) == (6, 1, 72, 56)
-    kinds = driver_launch.parameters(list(compiled.src.signature.values()), [len(d.shape) for _, d in step.descs])
-    assert len(params) == len(kinds) + 2
-    assert any(len(at) > 1 for at, _ in kinds), "no argument that is a tuple"
-    maps = {at: begin for at, _, _, begin, *_ in lib.encoded}
-    assert len(maps) == len(step.descs) == desc * 2
-    for (position, kind), at in zip(kinds, params, strict=False):
-        value = functools.reduce(operator.getitem, position, step.args)
-        if kind == "pointer":
-            assert ctypes.c_uint64.from_address(at).value == addresses[names.index(value)]
-        elif kind == "map":
-            assert at % 64 == 0
-            assert maps[at] == addresses[names.index(value.array)]
-        elif kind.startswith("shape"):
-            assert ctypes.c_int32.from_address(at).value == value.shape[int(kind[-1])]
-        elif kind.startswith("stride"):
-            assert ctypes.c_int64.from_address(at).value == value.strides[int(kind[-1])]
-        else:
-            assert driver_launch.NUMBERS[kind].from_address(at).value == pytest.approx(value, rel=1e-6)
-    assert all(ctypes.c_uint64.from_address(at).value == 0 for at in params[-2:])
-
-
-def test_a_tensor_map_shows_what_the_descriptor_says() -> None:
-    """Innermost dimension first, strides in bytes and without that of the innermost; one map for each address."""
-    from moefuse.kernels.triton.launch import driver_launch
-
-    step, compiled = compiled_up(desc=True)
-    lib, names = Driver(), sorted(set(step.names))
-    it = driver_launch.Direct([step], names, 0, lib)
-    addresses = [1024 * (1 + i) for i in range(len(names))]
-    for _ in range(2):
-        it.run(5, addresses)
-    for (_, d), meta, made in zip(step.descs, compiled.metadata.tensordesc_meta, lib.encoded, strict=True):
-        _, kind, rank, begin, shape, strides, block, steps, interleave, swizzle, promotion, fill = made
-        assert (kind, rank, begin) == (9, len(d.shape), addresses[names.index(d.array)])
-        assert shape == [*reversed(d.shape)]
-        assert strides == [*[2 * s for s in reversed(d.strides[:-1])], 0]
-        assert (block, steps) == ([*reversed(meta["block_size"])], [1] * rank)
-        assert (interleave, swizzle, promotion, fill) == (0, meta["swizzle"], 2, 0)
-    it.run(5, [a + 256 for a in addresses])
-    assert len(lib.encoded) == 2 * len(step.descs)
-
-
-def test_a_thread_without_a_context_gets_one() -> None:
-    """The driver declines the first launch of such a thread; what it declines then is an error with the code."""
-    from moefuse.kernels.triton.launch import driver_launch
-
-    step, _ = compiled_up(desc=False)
-    lib = Driver()
-    it = driver_launch.Direct([step], step.names, 3, lib)
-    addresses = [*range(len(step.names))]
-    lib.errors = [201]
-    it.run(5, addresses)
-    assert (len(lib.launched), lib.entered) == (2, [3])
-    lib.errors = [700, 700]
-    with pytest.raises(RuntimeError, match="CUDA error 700 at launch 0"):
-        it.run(5, addresses)
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -457,33 +359,26 @@ def test_what_is_not_known_is_launched_by_triton(change: dict[str, Any], reason:
     metadata = types.SimpleNamespace(**{name: value for name, value in said.items() if value is not None or name not in change})
     step.compiled = types.SimpleNamespace(src=compiled.src, asm={"ptx": ptx}, metadata=metadata, function=77)
     with pytest.raises(NotImplementedError, match=reason):
-        driver_launch.Direct([step], step.names, 0, Driver())
+        driver_launch.laid_out(step, range(len(step.names)))
 
 
-def test_a_number_by_its_name_is_new_in_every_launch() -> None:
-    """``launch_once`` has nothing that a launch keeps: numbers stand where pointers do."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def test_an_array_that_is_given_as_a_number() -> None:
+    """A table is written from where tensors begin, which is new in every call."""
     from moefuse.kernels.triton.device import wgrad
     from moefuse.kernels.triton.launch import driver_launch
-    from moefuse.kernels.triton.launch.launch import Launch
+    from moefuse.kernels.triton.launch.launch import Begin, Launch
 
-    names = wgrad.write_addresses.arg_names
-    it = Launch(wgrad.write_addresses, (1,), {name: name for name in names}, {}, num_warps=1)
-    numbers = [3, *[(1 << 40) + i for i in range(len(names) - 2)]]
-    signature = {name: "*i64" if name == "table" else "i32" if name == "first" else "i64" for name in names}
-    compiled = triton.compile(ASTSource(it.kernel, signature), target=GPUTarget("cuda", 90, 32), options=it.options)
-    compiled.__dict__["function"] = 77
-    it.compiled = compiled
-    lib = Driver()
-    direct = driver_launch.Direct([it], names, 0, lib)
-    direct.run(5, [4096, *numbers])
-    params = lib.launched[0][2]
-    kinds = [kind for _, kind in driver_launch.parameters(list(compiled.src.signature.values()), [])]
-    found = [driver_launch.NUMBERS[kind].from_address(at).value for kind, at in zip(kinds[1:], params[1:], strict=False)]
-    assert found == numbers
+    names = wgrad.write_addresses.arg_names[:-1]
+    it = Launch(wgrad.write_addresses, (1,), {"table": "table", **{name: Begin(name) for name in names[1:]}}, {"first": 8}, num_warps=1)
+    table = torch.empty(16, dtype=torch.int64)
+    some = [torch.empty(4) for _ in names[1:]]
+    assert it.arguments([table, *some]) == [table, *[t.data_ptr() for t in some], 8]
+    compile_launch(it, {"table": table}, 90)
+    *_, count, maps = (numbers := driver_launch.laid_out(it, range(5, 5 + len(names))).numbers)[:4]
+    assert (count, maps) == (len(names) + 3, 0)
+    params = numbers[4:]
+    assert params[: 2 * len(names)] == [n for slot in range(5, 5 + len(names)) for n in (driver_launch.SLOT, slot)]
+    assert params[2 * len(names)] == driver_launch.MEMORY
 
 
 def test_arguments_are_bound_by_name() -> None:

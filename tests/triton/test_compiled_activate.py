@@ -19,7 +19,7 @@ def test_compiles(activation: str, gated: bool, arch: int | str, tmp_path: Path,
     from moefuse.kernels.triton.provide import activate
 
     made: list[Any] = []
-    monkeypatch.setattr(calls, "run", lambda it, tensors, *_: made.append((it, dict(zip(it.names, tensors, strict=True)))))
+    monkeypatch.setattr(calls, "as_launch", lambda it, tensors, *_: made.append((it, dict(zip(it.names, tensors, strict=True)))))
     h = torch.empty(64, 2 * 5632, dtype=torch.bfloat16, device="meta")
     gate, up = h.chunk(2, -1)
     activate.activate(gate, up if gated else None, Body(activation, (1.7, 7.0)))

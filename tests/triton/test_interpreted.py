@@ -171,7 +171,7 @@ def test_the_order_is_a_stable_sort(monkeypatch: pytest.MonkeyPatch, tokens: int
         views = plan.workspace.views(space)
         at = {**views, "ids": ids}
         for step in plan.steps[: 1 if at_once else 3]:
-            step.first([at[name] for name in step.names])
+            step.run([at[name] for name in step.names])
         order, offsets = sort_slots(ids, case.experts)
         assert torch.equal(views["order"].long(), order)
         assert torch.equal(views["offsets"].long(), offsets)

@@ -1,13 +1,12 @@
-"""Calls that are launched from a record: the same numbers as from Python, for every op, and a record for every kind of call.
+"""Calls that are played from a record: the same numbers as from Python, for every op, and a record for every kind of call.
 
-The interpreter stands for compiled kernels: a launch that was made once is made again from addresses alone.
+The interpreter stands for compiled kernels: what was launched once is launched again from addresses alone.
 """
 
 from __future__ import annotations
 
-import ctypes
-import weakref
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,65 +16,31 @@ from torch import Tensor
 from moefuse.ops.meaning.call import Body, ExpertsCall
 from moefuse.ops.meaning.grad_calls import InCall, Needs, OutCall, RowsCall
 from moefuse.ops.meaning.recipe import Recipe
-from tests.triton.interpreted_case import poisoned
+from moefuse.runtime import providers
+from tests.triton import player_case
+from tests.triton.player_case import World, unplayed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning", "ignore::RuntimeWarning")
 T, K, E, H, INNER = 6, 2, 5, 24, 20
 Call = Callable[[], Any]
+world = player_case.world
 
 
-def tensor_at(address: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
-    if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
-    size = (1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))) * dtype.itemsize
-    return torch.frombuffer((ctypes.c_byte * size).from_address(address), dtype=dtype).as_strided(shape, strides)
+class Round:
+    """Numbers that are drawn are others in another round; weights are those of the first, at the same addresses."""
 
-
-class World:
-    """What was launched: for the first time, and again on which stream."""
-
-    def __init__(self) -> None:
-        self.first: list[str] = []
-        self.again: list[int] = []
-        self.stream = 7
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    from moefuse.kernels.triton.launch import record
-    from moefuse.kernels.triton.launch.launch import Launch
-
-    it, compile_and_launch = World(), Launch.first
-
-    def first(self: Launch, tensors: Any) -> None:
-        it.first.append(self.kernel.__name__)
-        compile_and_launch(self, tensors)
-        self.compiled = [(t.dtype, t.shape, t.stride()) if isinstance(t, Tensor) else None for t in tensors]
-
-    def again(self: Launch, stream: int, addresses: Any) -> None:
-        it.again.append(stream)
-        made = [a if kind is None else tensor_at(a, *kind) for a, kind in zip(addresses, self.compiled, strict=True)]
-        compile_and_launch(self, made)
-
-    monkeypatch.setattr(Launch, "first", first)
-    monkeypatch.setattr(Launch, "again", again)
-    monkeypatch.setattr(record, "INTERPRETED", False)
-    monkeypatch.setattr(record, "RECORDS", {})
-    monkeypatch.setattr(record, "_first_time", lambda key: False)
-    monkeypatch.setattr(record, "raw_stream", lambda device: it.stream)
-    monkeypatch.setattr(record, "empty_cuda", lambda size, strides, dtype: poisoned(torch.empty_strided(size, strides, dtype=dtype)))
-    monkeypatch.setattr("moefuse.kernels.triton.launch.calls.stream_of", lambda device: it.stream)
-    return it
+    now = 0
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * Round.now + seed)).to(dtype)
 
 
 def ids(seed: int, experts: int = E) -> Tensor:
-    return torch.rand((T, experts), generator=torch.Generator().manual_seed(seed)).topk(K).indices
+    return torch.rand((T, experts), generator=torch.Generator().manual_seed(1000 * Round.now + seed)).topk(K).indices
 
 
+@functools.cache
 def weight(seed: int, storage: str, out: int, inp: int) -> list[Tensor]:
     w = draw(seed, E, out, inp)
     if storage == "separate":  # in another order in memory with every seed
@@ -184,20 +149,21 @@ OPS: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("name", OPS)
 def test_the_same_from_a_record(name: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other values at other addresses: the numbers, shapes and strides that Python's launches give, without any Python of the op."""
-    from moefuse.kernels.triton.launch import record
-
-    OPS[name](0)
-    assert record.RECORDS
-    assert all(record.RECORDS.values())
-    world.first.clear()
-    world.again.clear()
-    played = flat(OPS[name](1))
-    assert set(world.first) <= {"write_addresses"}  # whose numbers are addresses
-    assert len(world.again) >= len(record.RECORDS)
-    monkeypatch.setattr(record, "INTERPRETED", True)
-    for found, wanted in zip(played, flat(OPS[name](1)), strict=True):
-        assert (found.dtype, found.shape, found.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
-        assert torch.equal(found, wanted)
+    monkeypatch.setattr(Round, "now", 0)
+    for _ in range(2):
+        OPS[name](0)
+    assert not world.refusals
+    assert world.known
+    world.python.clear()
+    world.launched.clear()
+    Round.now = 1
+    args = flat(OPS[name](0))
+    assert not world.python
+    assert len(world.launched) >= world.known
+    wanted = flat(unplayed(monkeypatch, lambda: OPS[name](0)))
+    for found, right in zip(args, wanted, strict=True):
+        assert (found.dtype, found.shape, found.stride()) == (right.dtype, right.shape, right.stride())
+        assert torch.equal(found, right)
 
 
 def choose(scores: Tensor, k: int = K) -> Any:
@@ -222,66 +188,53 @@ OTHERS: dict[str, Call] = {
 }
 
 
+def thrice(call: Callable[[], Any]) -> Any:
+    """Met, recorded, played."""
+    call()
+    call()
+    return call()
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_kind_is_another_record(name: str, world: World) -> None:
-    choose(draw(0, T, E))
-    choose(draw(1, T, E))
-    assert len(world.first) == 1
-    OTHERS[name]()
-    assert len(world.first) == 2
+    thrice(lambda: choose(draw(0, T, E)))
+    assert (world.known, len(world.python), len(world.launched)) == (1, 2, 1)
+    thrice(OTHERS[name])
+    assert (world.known, len(world.python), len(world.launched)) == (2, 4, 2)
 
 
-@pytest.mark.parametrize("setting", ["allow_tf32", "fp32_precision", "PRODUCTS"])
-def test_settings_are_part_of_the_kind(setting: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both names of leave to round float32: reading the older one raises where the newer one was set."""
-    from moefuse.kernels.triton import config
+def test_leave_to_round_is_part_of_the_kind(world: World) -> None:
+    """Of calls with float32; it is asked of torch in each."""
+    for world.tf32 in (0, 1):
+        thrice(lambda: choose(draw(0, T, E)))
+    assert (world.known, len(world.python)) == (2, 4)
+    for world.tf32 in (0, 1):
+        thrice(lambda: choose(draw(0, T, E, dtype=torch.float16)))
+    assert (world.known, len(world.python)) == (3, 6)
 
-    choose(draw(0, T, E))
-    if setting == "PRODUCTS":
-        monkeypatch.setattr(config, setting, "own")
-    else:
-        setattr(torch.backends.cuda.matmul, setting, True if setting == "allow_tf32" else "tf32")
+
+def test_both_names_of_leave_to_round() -> None:
+    """Reading the older one raises where the newer one was set."""
+    from moefuse.kernels.triton.launch.player import _callback
+
+    asked = _callback()
     try:
-        choose(draw(0, T, E))
+        assert asked() == 0
+        torch.backends.cuda.matmul.allow_tf32 = True
+        assert asked() == 1
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        assert asked() == 0
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert asked() == 1
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.fp32_precision = "none"
-    assert len(world.first) == 2
-
-
-def test_the_device_is_part_of_the_kind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each device has a record, played on its current stream while it is the current device."""
-    from moefuse.kernels.triton.launch import record
-
-    entered: list[int] = []
-
-    class Device:
-        def __init__(self, index: int) -> None:
-            self.index = index
-
-        def __enter__(self) -> None:
-            entered.append(self.index)
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-    streams: list[int] = []
-    monkeypatch.setattr(record, "current_device", lambda: 0)
-    monkeypatch.setattr(record, "raw_stream", lambda device: streams.append(device) or 40 + device)  # type: ignore[func-returns-value]
-    monkeypatch.setattr(torch.cuda, "device", Device)
-    for device in (0, 1, 0, 1):
-        monkeypatch.setattr(Tensor, "get_device", lambda t, device=device: device)
-        choose(draw(0, T, E))
-    assert len(world.first) == 2
-    assert entered == [1, 1]
-    assert streams == [0, 1]
-    assert world.again == [40, 41]
 
 
 def test_the_stream_is_the_one_of_the_call(world: World) -> None:
-    for world.stream in (7, 8, 9):
+    for world.stream in (7, 7, 8, 9):
         choose(draw(0, T, E))
-    assert world.again == [8, 9]
+    assert [stream for _, stream, _ in world.launched] == [8, 9]
 
 
 def test_one_tensor_in_two_places(world: World) -> None:
@@ -291,74 +244,70 @@ def test_one_tensor_in_two_places(world: World) -> None:
     chosen = ids(0)[:, :1]
     ys, order, offsets = grouped.permute(draw(0, T, H), chosen, E)
     weights = torch.ones(T, 1)
-    grouped.combine_backward(ys, ys, weights, order, offsets, 1, [True, True])
-    world.first.clear()
+    for _ in range(2):
+        grouped.combine_backward(ys, ys, weights, order, offsets, 1, [True, True])
+    world.python.clear()
     grad = draw(1, T, H)
     _, d_weights = grouped.combine_backward(grad, ys, weights, order, offsets, 1, [True, True])
-    assert not world.first
+    assert not world.python
     torch.testing.assert_close(d_weights[order, 0], (grad[order] * ys).sum(1))
 
 
+def test_tables_are_of_their_addresses(world: World) -> None:
+    """Separate Parameters: a record for each set of them, which are told apart by where they begin."""
+    from moefuse.kernels.triton.provide import grouped
+
+    rows, order, offsets = grouped.permute(draw(0, T, H), ids(0), E)
+    world.reset()
+    first, second = ([draw(seed + i, INNER, H) for i in range(E)] for seed in (10, 20))
+    for _ in range(4):
+        for w in (first, second):
+            out = grouped.grouped_linear(rows, offsets, w, [])
+            expected = torch.stack([r @ w[e].T for r, e in zip(rows, ids(0).flatten()[order].tolist(), strict=True)])
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    assert world.known == 1
+    assert world.python.count("list_tiles") == 3  # met, and recorded for each
+    assert len(world.launched) == 5 * 3
+    exchanged = [second[0], *first[1:]]
+    before = len(world.python)
+    torch.testing.assert_close(grouped.grouped_linear(rows, offsets, exchanged, [])[:1], rows[:1] @ exchanged[0].T, rtol=1e-4, atol=1e-4)
+    assert len(world.python) > before
+
+
 def test_the_first_in_memory_of_some_tensors(world: World) -> None:
-    """A step may return one of its arguments, and in a later call another one; lists that it was taken from stay what they are."""
+    """A table may come with one of the arguments, and in a later call with another one; lists that it was taken from stay what they are."""
     from moefuse.kernels.triton.host.operands import steps_table
     from moefuse.kernels.triton.host.sorted_rows import Sorted, gather
-    from moefuse.kernels.triton.launch.record import as_step, recorded
+    from moefuse.kernels.triton.launch.record import as_value
+    from moefuse.kernels.triton.launch.recorded import recorded
 
     @recorded
-    def call(tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        _, steps = as_step(steps_table, tensors)
-        again, same = as_step(steps_table, tensors)
+    def call(tensors: list[Tensor]) -> Tensor:
+        again, _ = as_value(steps_table, tensors)
         out = torch.empty(1, 4, dtype=torch.float32)
         order = torch.zeros(1, dtype=torch.int64)
         gather(out, again[None], Sorted(order, order, 1, 1, 1))
-        return out[0], steps, same
+        return out[0]
 
     memory = torch.arange(64, dtype=torch.float32)
     up, down = [memory[16 * i : 16 * i + 4] for i in (2, 0, 1)], [memory[16 * i : 16 * i + 4] for i in (0, 1, 3)]
-    for tensors in (up, down, up):
-        out, steps, same = call(tensors)
-        assert torch.equal(out, min(tensors, key=Tensor.data_ptr))
-        assert torch.equal(steps, same)
-        assert steps.tolist() == [(t.data_ptr() - min(map(Tensor.data_ptr, tensors))) // 16 for t in tensors]
-    assert world.again
+    for tensors in (up, down, up, down, up, down):
+        assert torch.equal(call(tensors), min(tensors, key=Tensor.data_ptr))
+    assert len(world.launched) == 3
+    assert world.filled  # the order
 
 
-def test_forgotten_with_the_plans(world: World) -> None:
-    from moefuse.kernels.triton.provide import experts
-
-    choose(draw(0, T, E))
-    experts.forget_plans()
-    choose(draw(0, T, E))
-    assert len(world.first) == 2
-
-
-def test_a_kind_is_recorded_when_it_comes_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number of tokens that is new in every call costs no recording; what was met is let go of like the records."""
-    from moefuse.kernels.triton.launch import record
-
-    monkeypatch.undo()
-    met: set[object] = set()
-    monkeypatch.setattr(record, "_MET", met)
-    monkeypatch.setattr(record, "_MAX_RECORDS", 3)
-    assert [record._first_time(key) for key in ("a", "b", "a", "c", "b")] == [True, True, False, True, False]
-    for key in range(9):
-        record._first_time(key)
-        assert len(met) <= 3
-
-
-def test_so_many_are_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.kernels.triton.launch import record
-
-    monkeypatch.setattr(record, "_MAX_RECORDS", 3)
-    for tokens in range(1, 9):
-        choose(draw(0, tokens, E))
-        assert len(record.RECORDS) <= 3
+def test_forgotten_with_the_providers(world: World) -> None:
+    thrice(lambda: choose(draw(0, T, E)))
+    providers.forget_records()
+    thrice(lambda: choose(draw(0, T, E)))
+    assert len(world.python) == 4
 
 
 def test_what_cannot_be_recorded_runs_in_python(world: World) -> None:
-    """An operation that reads values, sizes that follow from values, a tensor from elsewhere, and a call without launches."""
-    from moefuse.kernels.triton.launch import record
+    """An operation that reads values, sizes that follow from values, one that C++ cannot call, a tensor from elsewhere, and a call without
+    launches: each says why, and is tried once."""
+    from moefuse.kernels.triton.launch.recorded import recorded
 
     kept = torch.ones(T, K)
 
@@ -368,60 +317,97 @@ def test_what_cannot_be_recorded_runs_in_python(world: World) -> None:
     def counted(x: Tensor) -> Tensor:
         return choose(x)[0][x[:, 0].nonzero()]
 
+    def by_number(x: Tensor) -> Tensor:
+        return choose(x * 2)[0]
+
     def foreign(x: Tensor) -> Tensor:
-        return choose(x)[0] + kept
+        return choose(x)[0] * kept
 
     def found(x: Tensor) -> Any:
         return choose(x), kept
 
     def torch_alone(x: Tensor) -> Tensor:
-        return x + 1
+        return x * x
 
-    for function in (reads, counted, foreign, found, torch_alone):
-        record.RECORDS.clear()
-        call = record.recorded(function)
-        for seed in range(2):
+    for function, reason in (
+        (reads, "waits for the device"),
+        (counted, "waits for the device"),
+        (by_number, "aten.mul.Tensor: an argument Tensor 2"),
+        (foreign, "from elsewhere"),
+        (found, "from elsewhere"),
+        (torch_alone, "nothing is launched"),
+    ):
+        world.reset()
+        call, said = recorded(function), list[list[str]]()
+        for seed in range(4):
             x = draw(seed, T, E).round()
             for got, wanted in zip(flat(call(x)), flat(function(x)), strict=True):
                 assert torch.equal(got, wanted)
-        assert record.RECORDS.pop(next(key for key in record.RECORDS if key[0] is function)) is None
+            said.append([*world.refusals])
+        assert reason in said[1][0]
+        assert said[1] == said[-1]
 
 
-def test_a_launch_that_is_bound_each_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.kernels.triton.launch import record
-    from moefuse.kernels.triton.launch.launch import Launch
+def test_a_launch_that_only_triton_makes(world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from moefuse.kernels.triton.launch import steps
+    from moefuse.machine import slow_paths
 
-    first = Launch.first
+    told: list[str] = []
 
-    def bound(self: Launch, tensors: Any) -> None:
-        first(self, tensors)
-        self.compiled = None
+    def refused(*args: Any) -> Any:
+        raise NotImplementedError("the machine code takes its arguments in another form")
 
-    monkeypatch.setattr(Launch, "first", bound)
-    for _ in range(3):
+    monkeypatch.setattr(steps, "laid_out", refused)
+    monkeypatch.setattr(slow_paths, "taken", lambda what, why: told.append(why))
+    for _ in range(4):
         choose(draw(0, T, E))
-    assert len(world.first) == 3
-    assert list(record.RECORDS.values()) == [None]
+    assert (len(world.python), world.known, len(told)) == (4, 0, 1)
+
+
+def test_operations_of_torch(world: World) -> None:
+    """Between launches: products, copies, zeros, views of what was made and of arguments, also as another dtype."""
+    from moefuse.kernels.triton.launch.recorded import recorded
+
+    @recorded
+    def call(x: Tensor, w: Tensor) -> Any:
+        rows = torch.mm(x, w.t()).to(torch.float16).contiguous()
+        values, places = choose(rows[1:, ::2])
+        some = torch.zeros(T, K)
+        some[1:].copy_(values)
+        whole = x.new_zeros((3, 4), dtype=torch.int64)
+        bits = values.view(torch.int16)
+        whole[0, :K] = bits[0]
+        return some, places.to(torch.int32), whole, x[2:, 1].clone(), values.t(), torch.stack([values, values])
+
+    for seed in range(4):
+        x, w = draw(seed, T, H), draw(seed + 9, 2 * E, H)
+        found = call(x, w)
+        rows = torch.mm(x, w.t()).half()[1:, ::2]
+        values, places = rows.topk(K)
+        assert torch.equal(found[0], torch.cat([torch.zeros(1, K), values.float()]))
+        assert torch.equal(found[1].long(), places)
+        assert torch.equal(found[2][0, :K], values.view(torch.int16)[0].long())
+        assert not found[2][1:].any()
+        assert torch.equal(found[3], x[2:, 1])
+        assert torch.equal(found[4], values.t())
+        assert (found[4].stride(), found[5].shape) == ((1, K), (2, T - 1, K))
+    assert (world.known, world.refusals, len(world.python)) == (1, [], 2)
 
 
 def test_memory_is_let_go(world: World) -> None:
-    """A record holds no tensor of its call, and a call from a record lets each go after the last step that reads it."""
-    from moefuse.kernels.triton.launch import record
+    """A played call lets each tensor go after the last step that reads it: of a chain, two are alive at a time, and the result is last."""
+    from moefuse.kernels.triton.launch.recorded import recorded
 
-    alive: list[weakref.ref[Tensor]] = []
-
-    def noted(t: Tensor) -> Tensor:
-        record.as_step(lambda part: alive.append(weakref.ref(part)), t[:0])
-        return t
-
+    @recorded
     def chain(x: Tensor) -> Any:
-        return choose(noted(noted(x * 2) + 1))
+        for _ in range(6):
+            x = torch.empty_like(x).copy_(x)
+        return choose(x)[0]
 
-    call, x = record.recorded(chain), draw(0, T, E)
-    call(x)
-    assert [ref() for ref in alive] == [None, None]
-    torch.testing.assert_close(call(x + 1)[0], (2 * x + 3).topk(K).values)
-    [made] = record.RECORDS.values()
-    assert made is not None
-    # x * 2, its part (kept: as_step saw it), the note, + 1, its part, the note, values, ids, the launch
-    assert [list(over) for *_, over in made.steps] == [[], [], [], [1], [], [], [], [], [3]]
+    for _ in range(2):
+        chain(draw(0, T, E))
+    world.memory.reset()
+    out = chain(draw(1, T, E))
+    assert torch.equal(out, draw(1, T, E).topk(K).values)
+    assert world.memory.most <= 4  # two of the chain, or its last with values and ids
+    assert len(world.memory.alive) == 1

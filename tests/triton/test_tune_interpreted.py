@@ -283,9 +283,10 @@ def test_warmup_with_a_model(tools: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     try:
         model, x = Layer(), torch.randn(T, H)
         assert len(run(model, x, verify="off").fused) == 1
-        assert provider._PLANS
+        forgotten: list[int] = []
+        monkeypatch.setattr(providers, "forget_records", lambda: forgotten.append(1))
         report = warmup.run(model, [T], 1e6, False, dataclasses.replace(tools, clock=lambda: 0.0))
-        assert not provider._PLANS
+        assert forgotten
         (row,) = report.measured
         ((program, times),) = row.programs.items()
         assert times == (30.0, 60.0)
@@ -325,11 +326,8 @@ def test_products_by_the_library(tools: Any, monkeypatch: pytest.MonkeyPatch, qu
     (row,) = warmup.run(spec, [6], 1e6, False, dataclasses.replace(tools, timer=timer)).measured
     assert (row.us, row.library) == ((2.0, quick) if quick else (3.0, ""))
     call = make(problem(tokens=6, hidden=12, inter=8, out=8), Kind(), "cpu")
-    provider.forget_plans()
     provider.experts(call.calls[0])
-    (plan,) = provider._PLANS.values()
-    assert type(plan).__name__ == ("LibraryPlan" if quick else "Plan")
-    provider.forget_plans()
+    assert type(provider.plan_of(call.calls[0])).__name__ == ("LibraryPlan" if quick else "Plan")
 
 
 @pytest.mark.usefixtures("nothing_runs")

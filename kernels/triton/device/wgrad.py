@@ -128,8 +128,8 @@ def vector_grads(
     tl.store(base + n.to(tl.int64) * at_d.col, tl.sum(acc, 0).to(held), mask=n < N)  # [BN]
 
 
-@triton.jit(do_not_specialize=["first", "a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7"])
-def write_addresses(table, first, a0, a1, a2, a3, a4, a5, a6, a7):
+@triton.jit(do_not_specialize=["a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", "first"])
+def write_addresses(table, a0, a1, a2, a3, a4, a5, a6, a7, first):
     """Eight entries of a table of addresses. Gradients of separate Parameters are new tensors at every call, so their table is new too."""
     tl.store(table + first, a0)
     tl.store(table + first + 1, a1)

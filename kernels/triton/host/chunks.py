@@ -39,8 +39,6 @@ def workspace_bytes(call: ExpertsCall, device: Device) -> int:
 class ChunkedPlan:
     """All calls of one kind, in equal chunks and a rest."""
 
-    direct = None
-
     def __init__(self, whole: Plan, call: ExpertsCall, limit: int) -> None:
         self.whole, tokens = whole, whole.tokens
 

@@ -31,8 +31,8 @@ def down_desc(plan: Planned) -> str:
 
 
 def _possible(plan: Planned, part: Tiles, form: str, inputs: int) -> str:
-    """An in-out tile must not reach into the next expert's inputs. Experts that are apart cost the host more with descriptors than without
-    (``dispatcher.py`` launches only without), which few rows do not repay."""
+    """An in-out tile must not reach into the next expert's inputs. Experts that are apart cost more with descriptors than without, which
+    few rows do not repay."""
     if not part.desc or not inputs or (is_apart(form) and plan.config.bm < APART_ROWS):
         return ""
     return "" if form == "in-out" and inputs % part.bk else form

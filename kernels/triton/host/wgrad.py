@@ -15,9 +15,9 @@ from moefuse.kernels.triton.host.layout import Device, device_of, precision_of, 
 from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.host.operands import describe
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted, aligned_rows, fit, whole
-from moefuse.kernels.triton.launch.calls import launch, launch_once
+from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.descriptors import Described
-from moefuse.kernels.triton.launch.record import as_step
+from moefuse.kernels.triton.launch.launch import Begin
 from moefuse.tuning.problem import Tiles
 
 
@@ -63,14 +63,11 @@ def new_grads(tensors: Lists, dims: int) -> tuple[list[Tensor], Weight, Tensor |
     if not operand.table:
         return grads, Weight(grads[0], operand), None
     table = torch.empty(-(-len(grads) // 8) * 8, dtype=torch.int64, device=grads[0].device)
-    as_step(_write_addresses, table, grads)
+    for i in range(0, len(grads), 8):
+        eight = [*grads[i : i + 8], *[grads[0]] * 7][:8]  # what is behind the last one is read by nobody
+        begins = {f"a{at}": Begin(t) for at, t in enumerate(eight)}
+        launch(wgrad.write_addresses, (1,), {"table": table, **begins}, warps=1, first=i)
     return grads, Weight(table, operand), None
-
-
-def _write_addresses(table: Tensor, tensors: Lists) -> None:
-    addresses = [t.data_ptr() for t in tensors] + [0] * (table.shape[0] - len(tensors))
-    for i in range(0, len(addresses), 8):
-        launch_once(wgrad.write_addresses, table, (i, *addresses[i : i + 8]))
 
 
 def spread(grads: list[Tensor], stacked: Tensor | None) -> list[Tensor]:

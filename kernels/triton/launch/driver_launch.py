@@ -1,8 +1,8 @@
-"""Launching all kernels of a plan with a few foreign calls: the driver reads arguments from memory that was laid out once.
+"""A kernel that Triton has compiled, as the driver launches it: its configuration, and where each argument of the machine code comes from.
 
-Every argument that the plan fixes is stored once; a call writes the addresses that changed and hands the driver, per kernel, a launch
-configuration and an array of pointers to the arguments. No version of Triton is asked for: the machine code itself says how many arguments
-of which sizes it takes (its PTX declares them), and where that is not what is laid out here, Triton's own way is taken.
+What a launch fixes is stored once; addresses and tensor maps are those of each call (``player.cpp``). No version of Triton is asked for:
+the machine code itself says how many arguments of which sizes it takes (its PTX declares them), and where that is not what is laid out
+here, Triton's own way is taken.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import ctypes
 import functools
 import operator
 import re
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from struct import Struct
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from moefuse.kernels.triton.launch.descriptors import Described, TensorMap, element_of
+from moefuse.kernels.triton.launch.descriptors import Described, element_of, tiled
 from moefuse.machine import environment
 
 SWITCH = "MOEFUSE_DIRECT_LAUNCH"
@@ -25,6 +23,8 @@ _SERIALIZE = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 _POINTER = 8
 _MAP = 128
+MEMORY, SLOT, MADE = range(3)
+"""``From`` in player.cpp: memory that stays as it is, the address in a slot, a tensor map."""
 
 NUMBERS: Mapping[str, Any] = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
@@ -62,15 +62,9 @@ class Driver:
             library = ctypes.CDLL("libcuda.so.1")
             self.launch: Any = library.cuLaunchKernelEx
             self.encode: Any = library.cuTensorMapEncodeTiled
-            self._retain, self._make_current = library.cuDevicePrimaryCtxRetain, library.cuCtxSetCurrent
+            self.fill: Any = library.cuMemsetD8Async
         except (OSError, AttributeError) as error:
             raise NotImplementedError(str(error)) from None
-
-    def enter(self, device: int) -> None:
-        """Make the context of a device the current one of this thread, which may have none yet."""
-        context = ctypes.c_void_p()
-        self._retain(ctypes.byref(context), device)
-        self._make_current(context)
 
 
 @functools.cache
@@ -115,103 +109,63 @@ def _bytes(kind: str) -> int:
     return {"map": _MAP, "shape": 4}.get(kind.split()[0], _POINTER)
 
 
-class _Kernel:
-    """One launch in the driver's form. ``cell`` gives the address where the plan keeps the pointer, or the number, with a name."""
+class Laid(NamedTuple):
+    """A launch in numbers (player.cpp has their order), and the memory that they point to."""
 
-    def __init__(self, launch: Any, cell: Mapping[str, int], encode: Any) -> None:
-        compiled = launch.compiled
-        known = compiled.metadata
-        signature = list(compiled.src.signature.values())
-        metas = list(getattr(known, "tensordesc_meta", None) or [])
-        kinds = parameters(signature, [len(arg.shape) for arg in launch.args if isinstance(arg, Described)])
-        expected = [*[_bytes(kind) for _, kind in kinds], _POINTER, _POINTER]
-        if declared(compiled.asm["ptx"]) != expected or len(metas) != len(launch.descs):
-            raise NotImplementedError("the machine code takes its arguments in another form")
-        if known.global_scratch_size or known.profile_scratch_size or known.num_ctas != 1 or known.launch_cooperative_grid:
-            raise NotImplementedError("a kernel that needs scratch memory or clusters")
-        self.maps: list[tuple[int, str, TensorMap]] = []
-        self.kept: list[Any] = []
-        entries: list[int] = []
-        for at, kind in kinds:
-            arg = functools.reduce(operator.getitem, at, launch.args)
-            if isinstance(arg, str):
-                entries.append(cell[arg])
-            elif kind == "map":
-                meta = metas[len(self.maps)]
-                made = TensorMap(arg, element_of(signature[at[0]]), meta, cell[arg.array], encode)
-                self.maps.append((len(entries), arg.array, made))
-                entries.append(made.tiled.at)
-            elif kind.startswith("shape"):
-                entries.append(self._keep(ctypes.c_int32(arg.shape[int(kind[-1])])))
-            elif kind.startswith("stride"):
-                entries.append(self._keep(ctypes.c_int64(arg.strides[int(kind[-1])])))
-            else:
-                entries.append(self._keep(NUMBERS[kind](arg)))
-        none = self._keep(ctypes.c_uint64(0))
-        self.params = (ctypes.c_void_p * len(expected))(*entries, none, none)
-        attribute = _Attribute(_SERIALIZE, 0, 1)
-        threads = (32 * known.num_warps, 1, 1)
-        pdl = bool(known.launch_pdl)
-        self.config = _Config(launch.grid, threads, known.shared, None, self._keep(attribute) if pdl else None, int(pdl))
-        self.function = ctypes.c_void_p(compiled.function)
-        self.call = (ctypes.byref(self.config), self.function, self.params, None)
+    numbers: list[int]
+    kept: list[Any]
 
-    def _keep(self, value: Any) -> int:
-        self.kept.append(value)
+
+def laid_out(launch: Any, slots: Sequence[int]) -> Laid:
+    """A compiled launch (``launch.Launch``), whose arrays begin at the addresses in these slots.
+
+    Raises:
+        NotImplementedError: only Triton's launcher can make it; why.
+    """
+    if environment.is_off(SWITCH):
+        raise NotImplementedError(f"{SWITCH}=0")
+    if launch.compiled is None:
+        raise NotImplementedError("Triton did not say what it compiled")
+    try:
+        return _laid_out(launch, dict(zip(launch.names, slots, strict=True)))
+    except (AttributeError, LookupError) as error:
+        raise NotImplementedError(f"this Triton does not say {error}") from error
+
+
+def _laid_out(launch: Any, slot: Mapping[str, int]) -> Laid:
+    compiled, known = launch.compiled, launch.compiled.metadata
+    signature = list(compiled.src.signature.values())
+    metas = list(getattr(known, "tensordesc_meta", None) or [])
+    kinds = parameters(signature, [len(arg.shape) for arg in launch.args if isinstance(arg, Described)])
+    expected = [*[_bytes(kind) for _, kind in kinds], _POINTER, _POINTER]
+    if declared(compiled.asm["ptx"]) != expected or len(metas) != len(launch.descs):
+        raise NotImplementedError("the machine code takes its arguments in another form")
+    if known.global_scratch_size or known.profile_scratch_size or known.num_ctas != 1 or known.launch_cooperative_grid:
+        raise NotImplementedError("a kernel that needs scratch memory or clusters")
+    kept: list[Any] = []
+    params: list[int] = []
+    maps: list[int] = []
+
+    def keep(value: Any) -> int:
+        kept.append(value)
         return ctypes.addressof(value)
 
-    def point(self, at: Mapping[str, int]) -> None:
-        """Set the tensor maps of this call."""
-        for index, name, made in self.maps:
-            self.params[index] = made.of(at[name])
-
-
-class Direct:
-    """All launches of one plan. Not reentrant, so a lock keeps threads apart from writing the addresses to the last launch."""
-
-    def __init__(self, launches: Iterable[Any], names: Sequence[str], device: int, lib: Any = None) -> None:
-        """Args:
-            launches: compiled ones (``launch.Launch``).
-            names: the order in which :meth:`run` gets addresses.
-            lib: for tests, in the place of :class:`Driver`.
-
-        Raises:
-            NotImplementedError: a launch here is of a kind that only Triton's launcher can make; why.
-        """
-        if environment.is_off(SWITCH):
-            raise NotImplementedError(f"{SWITCH}=0")
-        self.lib, self.device = lib or driver(), device
-        self.names = tuple(names)
-        self.cells = (ctypes.c_uint64 * len(names))()
-        first = ctypes.addressof(self.cells)
-        cell = {name: first + 8 * i for i, name in enumerate(names)}
-        try:
-            self.kernels = [_Kernel(launch, cell, self.lib.encode) for launch in launches]
-        except (AttributeError, LookupError) as error:
-            raise NotImplementedError(f"this Triton does not say {error}") from error
-        self.calls = [kernel.call for kernel in self.kernels]
-        self.mapped = [kernel for kernel in self.kernels if kernel.maps]
-        self.pack: Callable[..., None] = Struct(f"{len(names)}Q").pack_into
-        self.stream: int | None = None
-        self.lock = threading.Lock()
-
-    def run(self, stream: int, addresses: Sequence[int]) -> None:
-        """Launch everything."""
-        launch = self.lib.launch
-        with self.lock:
-            self.pack(self.cells, 0, *addresses)
-            if self.mapped:
-                at = dict(zip(self.names, addresses, strict=True))
-                for kernel in self.mapped:
-                    kernel.point(at)
-            if stream != self.stream:
-                for kernel in self.kernels:
-                    kernel.config.stream = stream
-                self.stream = stream
-            for i, call in enumerate(self.calls):
-                code = launch(*call)
-                if code and not i:
-                    self.lib.enter(self.device)
-                    code = launch(*call)
-                if code:
-                    raise RuntimeError(f"CUDA error {code} at launch {i} of an experts call")
+    for at, kind in kinds:
+        arg = functools.reduce(operator.getitem, at, launch.args)
+        if isinstance(arg, str):
+            params += SLOT, slot[arg]
+        elif kind == "map":
+            params += MADE, len(maps) // 2
+            maps += slot[arg.array], keep(tiled(arg, element_of(signature[at[0]]), metas[len(maps) // 2]))
+        elif kind.startswith("shape"):
+            params += MEMORY, keep(ctypes.c_int32(arg.shape[int(kind[-1])]))
+        elif kind.startswith("stride"):
+            params += MEMORY, keep(ctypes.c_int64(arg.strides[int(kind[-1])]))
+        else:
+            params += MEMORY, keep(NUMBERS[kind](arg))
+    none = keep(ctypes.c_uint64(0))
+    params += MEMORY, none, MEMORY, none
+    pdl = bool(known.launch_pdl)
+    attribute = keep(_Attribute(_SERIALIZE, 0, 1)) if pdl else None
+    config = keep(_Config(launch.grid, (32 * known.num_warps, 1, 1), known.shared, None, attribute, int(pdl)))
+    return Laid([config, compiled.function, len(params) // 2, len(maps) // 2, *params, *maps], kept)

@@ -1,153 +1,122 @@
-"""Calls of an op as a record: what the first call of a kind allocates and launches, done again for every later one.
+"""Calls as records: what the first calls of a kind allocate and launch, done again for every later one by the C++ of ``player.py``.
 
 The Python of an op works out sizes, strides and configurations, which follow from the kind of its arguments alone: shapes, strides, dtypes,
-alignments, device and options. So it runs once for each kind, while a :class:`Recorder` takes down every operation of torch and every
-launch with the tensors that go in and come out. A :class:`Record` knows no tensor and no address, only their :class:`Slot`: when it is
-played, the arguments are in the first slots, and each step fills the next ones. A tensor is let go after its last step, but for small ones,
-which are made at once (``together.py``), so a call takes hardly more memory than the one that was recorded.
+alignments, device and options. So it runs twice for each kind, and the second time a :class:`Recorder` takes down every operation of torch
+and every launch with the tensors that go in and come out. A record knows no tensor, only slots: when it is played, the arguments are in the
+first slots, and each step fills the next ones. A view is an address for what only launches read. A tensor is let go after its last step,
+but for small ones, which are made at once (``together.py``), so a call takes hardly more memory than the one that was recorded.
 
-What cannot be taken down is not: a call with an operation that reads values, with a tensor that comes from elsewhere, or with a launch that
-Triton has to bind anew each time (the interpreter, other versions of Triton) runs in Python always.
+What cannot be taken down is not: a call with an operation that reads values, with one whose arguments C++ cannot hand on, with a tensor
+that comes from elsewhere, or with a launch that only Triton can make, runs in Python always.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moefuse._torch_private import after_operations, current_device, empty_cuda, raw_stream
-from moefuse.kernels.triton import config
-from moefuse.kernels.triton.launch.kinds import exact_kinds, kind_of
-from moefuse.kernels.triton.launch.launch import INTERPRETED, Launch, tf32_allowed
-from moefuse.kernels.triton.launch.nested import Slot, replaced, slots_of, tensors_of
-from moefuse.kernels.triton.launch.together import together
+from moefuse._torch_private import after_operations
+from moefuse.kernels.triton.launch import operations, player
+from moefuse.kernels.triton.launch.launch import SLOW, Launch
+from moefuse.kernels.triton.launch.nested import Slot, replaced, tensors_of
+from moefuse.kernels.triton.launch.steps import CALL, FIXED, LAUNCH, MAKE, VIEW, ZERO, Place, Step, written
+from moefuse.kernels.triton.launch.together import extent
+from moefuse.machine import slow_paths
 
-RECORDS: dict[Any, Record | None] = {}
-"""By the kind of a call; None where calls are not recorded."""
-_MET: set[Any] = set()
-"""Kinds that were called once. Taking down costs a call more than playing it saves: a kind is worth it that comes again."""
-_MAX_RECORDS = 1 << 10
-"""Records kept, of up to some twenty launches; beyond, all are dropped and made again when needed (a compiled kernel stays with Triton)."""
 _EMPTY = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty")}
-_VIEW, _DETACH = torch.ops.aten.view.dtype, torch.ops.aten.detach.default
+_ZEROS = {getattr(torch.ops.aten, name) for name in ("zeros", "zeros_like", "new_zeros")}
+_ZERO = torch.ops.aten.zero_
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _active = threading.local()
 
 
-class Record(NamedTuple):
-    """Steps (what is done, with what, the slots of what it gives, slots that nobody reads after it), how many slots there are behind those
-    of the arguments, the result with slots for its tensors, and slots in one allocation of some bytes, where they begin in it.
-
-    A step is a :class:`Launch` with the slots of its arrays, :func:`empty_cuda` with (size, stride, dtype), or any function with arguments.
-    """
-
-    steps: Sequence[tuple[Any, Sequence[Any], Sequence[int], Sequence[int]]]
-    more: int
-    result: Any
-    places: Sequence[tuple[int, int]]
-    bytes: int
-
-    def play(self, tensors: list[Any], device: int) -> Any:
-        """Do it for a call with these arguments, which begin in memory as aligned as the recorded ones. Memory from torch always is."""
-        stream = raw_stream(device)
-        addresses = [*map(Tensor.data_ptr, tensors), *[0] * self.more]
-        tensors += [None] * self.more
-        if self.places:
-            memory = empty_cuda((self.bytes,), (1,), torch.uint8)
-            start = memory.data_ptr()
-            for i, at in self.places:
-                addresses[i] = start + at
-        for do, args, made, over in self.steps:
-            if type(do) is Launch:
-                do.again(stream, [addresses[i] for i in args])
-            elif do is empty_cuda:
-                tensors[made[0]] = empty_cuda(*args)
-                addresses[made[0]] = tensors[made[0]].data_ptr()
-            elif not made:
-                do(*replaced(Slot, tensors.__getitem__, args))
-            else:
-                first, last = made[0], made[-1] + 1
-                tensors[first:last] = tensors_of(do(*replaced(Slot, tensors.__getitem__, args)))
-                addresses[first:last] = map(Tensor.data_ptr, tensors[first:last])
-            for i in over:
-                tensors[i] = None
-        return replaced(Slot, tensors.__getitem__, self.result)
-
-
 class _Known(NamedTuple):
-    """A tensor of the call that is recorded, and its slot. Weakly: who records a call holds none of its memory.
-
-    ``shown``: it may be in another dtype than what its slot has when the record is played, and is that at the same address.
-    """
+    """A tensor of the call that is recorded. Weakly: who records a call holds none of its memory. ``whole``: the slot holds this tensor."""
 
     tensor: weakref.ref[Tensor]
-    slot: Slot
-    shown: bool = False
+    place: Place
+    whole: bool
 
 
 class Recorder:
     """Takes down what is done on this thread, until something cannot be."""
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
-        self.slots: dict[int, _Known] = {}
+        self.known: dict[int, _Known] = {}
         self.arguments, self.device = len(arguments), arguments[0].device
         self.count = 0
-        self.steps: list[tuple[Any, Any, Sequence[Slot]]] = []
-        self.lasting: set[int] = set()
+        self.steps: list[Step] = []
+        self.fixed: dict[int, int] = {}
         self.values: dict[Any, Any] = {}
-        self.complete = True
+        self.kept: list[Any] = []
+        self.held: dict[int, torch.dtype] = {}
+        self.refusal: str | None = None
         self.paused = False
-        self._add(arguments)
+        for t in arguments:
+            self._add(t)
 
-    def _add(self, tensors: Iterable[Tensor], shown: bool = False) -> list[Slot]:
-        first = self.count
-        for t in tensors:
-            self.slots[id(t)] = _Known(weakref.ref(t), Slot(self.count), shown)
-            self.count += 1
-        return [Slot(i) for i in range(first, self.count)]
+    def refuse(self, reason: str) -> None:
+        """There will be no record; the first reason counts."""
+        self.refusal = self.refusal or reason
 
-    def _known(self, t: Tensor) -> _Known | None:
-        known = self.slots.get(id(t))
+    def slot(self) -> int:
+        """A new one."""
+        self.count += 1
+        return self.count - 1
+
+    def _add(self, t: Tensor) -> int:
+        slot = self.slot()
+        self.known[id(t)], self.held[slot] = _Known(weakref.ref(t), Place(slot, 0), True), t.dtype
+        return slot
+
+    def find(self, t: Tensor) -> _Known | None:
+        """What is known of a tensor of this call."""
+        known = self.known.get(id(t))
         return None if known is None or known.tensor() is not t else known
 
-    def _slot(self, t: Tensor) -> Slot:
-        known = self._known(t)
-        if known is None:
-            raise LookupError
-        return known.slot
+    def place(self, t: Tensor) -> Place:
+        """Where it begins.
 
-    def _read(self, t: Tensor) -> Slot:
-        """The slot for who reads more of a tensor than its address: the view is made now."""
-        known = self._known(t)
-        if known is not None and known.shown:
-            made = self._add([t])
-            self.steps.append((_VIEW, (known.slot, t.dtype), made))
-        return self._slot(t)
-
-    def apart(self, t: Tensor) -> Tensor:
-        """t, or where t has a slot, the same tensor as another object."""
-        return t if self._known(t) is None else t.detach()
-
-    def step(self, do: Any, args: Sequence[Any], out: Any = None, *, addresses: bool = False) -> Sequence[Any]:
-        """One step, with the tensors that it was given and that it returned; its arguments with slots.
-
-        ``addresses``: it reads nothing else of its tensors, and what it returns of them may be in their dtype.
+        Raises:
+            LookupError: it comes from elsewhere.
         """
-        slots: Sequence[Any] = ()
-        try:
-            slots = replaced(Tensor, self._slot if addresses else self._read, args)
-        except LookupError:
-            self.complete = False
-        shown = addresses and any(known is not None and known.shown for known in map(self._known, tensors_of(args)))
-        self.steps.append((do, slots, self._add(tensors_of(out), shown)))
-        return slots
+        known = self.find(t)
+        if known is None:
+            raise LookupError("a tensor that comes from elsewhere")
+        return known.place
+
+    def whole(self, t: Tensor) -> Slot:
+        """A slot that holds the tensor itself, for who reads more of it than its address: a view is made now.
+
+        Raises:
+            LookupError: as :meth:`place`, or a view that cannot be made so.
+        """
+        slot, behind = self.place(t)
+        if not self.known[id(t)].whole:
+            base = self._shown(slot, t.dtype)
+            slot = self._add(t)
+            numbers = (behind // t.element_size(), t.dim(), *t.shape, *t.stride())
+            self.steps.append(Step(VIEW, numbers, (slot,), (Place(base, 0),)))
+        return Slot(slot)
+
+    def _shown(self, slot: int, dtype: torch.dtype) -> int:
+        """A slot that holds what is in this one in a dtype of the same size."""
+        of = self.held.get(slot)
+        if of is None or of.itemsize != dtype.itemsize:
+            raise LookupError(f"a view of {of} as {dtype}")
+        if of == dtype:
+            return slot
+        made = self.slot()
+        self.held[made] = dtype
+        shown = (2, operations.TENSOR, slot, operations.WORD, operations.dtype_code(dtype), 1, made)
+        self.steps.append(Step(CALL, (("aten::view", "dtype"), shown), (made,), (Place(slot, 0),)))
+        return made
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -162,51 +131,62 @@ class Recorder:
         """An operation of torch."""
         if self.paused:
             return
-        if not _READS.isdisjoint(op.tags) or not isinstance(out, Tensor | list | tuple):
-            self.complete = False
-        if (known := self._viewed(op, args, out)) is not None:
-            # float8 as bytes begins where it does, and most of it goes to launches alone: no step until something else reads it.
-            self.slots[id(out)] = _Known(weakref.ref(out), known.slot, True)
-        elif op.overloadpacket in _EMPTY and out.device == self.device:
-            self.step(empty_cuda, (tuple(out.shape), out.stride(), out.dtype), out)
-        else:
-            self.step(functools.partial(_named, op, tuple(named)), (args, [*named.values()]), out)
-
-    def _viewed(self, op: Any, args: Sequence[Any], out: Any) -> _Known | None:
-        """What ``out`` shows in another dtype of the same size. (Autograd detaches what a mode has seen of a view.)"""
-        known = self._known(args[0]) if op in (_VIEW, _DETACH) else None
-        if known is None or out.element_size() != args[0].element_size():
-            return None
-        return known if op is _VIEW or known.shown else None
-
-    def finish(self, result: Any) -> Record | None:
-        """The record of all steps but those that make memory for nobody; None if it would not be complete."""
         try:
-            result = replaced(Tensor, self._read, result)
-        except LookupError:
-            return None
-        if not self.complete or not any(type(do) is Launch for do, _, _ in self.steps):
-            return None  # operations of torch alone are as quick from Python
-        last = {slot: n for n, (_, args, _) in enumerate(self.steps) for slot in slots_of(args)}
-        kept = self.lasting.union(range(self.arguments), slots_of(result))
-        over: list[list[int]] = [[] for _ in self.steps]
-        for slot, n in last.items():
-            if slot not in kept:
-                over[n].append(slot)
-        tensors = kept.union(*(slots_of(args) for do, args, _ in self.steps if type(do) is not Launch))
-        launched = last.keys() - tensors
-        places, size = together((made[0], args) for do, args, made in self.steps if do is empty_cuda and made[0] in launched)
-        alone = kept.union(last).difference(slot for slot, _ in places)
-        steps = [
-            (do, args, made, free)
-            for (do, args, made), free in zip(self.steps, over, strict=True)
-            if do is not empty_cuda or made[0] in alone
-        ]
-        return Record(steps, self.count - self.arguments, result, places, size)
+            self._operation(op, args, named, out)
+        except LookupError as error:
+            self.refuse(f"{op}: {error.args[0]}")
 
+    def _operation(self, op: Any, args: Sequence[Any], named: dict[str, Any], out: Any) -> None:
+        if not _READS.isdisjoint(op.tags) or not isinstance(out, Tensor | list | tuple):
+            raise LookupError("it waits for the device")
+        packet, results = op.overloadpacket, tensors_of(out)
+        if packet in _EMPTY | _ZEROS and results[0].device == self.device:
+            self._made(results[0], zero=packet in _ZEROS)
+        elif packet is _ZERO and args[0].is_contiguous():
+            self._zero(args[0])
+        elif not all(self._viewed(t, tensors_of((args, [*named.values()]))) for t in results):
+            names, numbers = operations.call(op, args, named, self.whole)
+            made = [-1 if self.find(t) is not None else self._add(t) for t in results]
+            reads = [Place(self.whole(t), 0) for t in tensors_of((args, [*named.values()]))]
+            self.steps.append(Step(CALL, (names, (*numbers, len(made), *made)), [slot for slot in made if slot >= 0], reads))
 
-def _named(op: Any, names: Sequence[str], args: Sequence[Any], values: Sequence[Any]) -> Any:
-    return op(*args, **dict(zip(names, values, strict=True)))
+    def _made(self, t: Tensor, zero: bool) -> None:
+        slot = self._add(t)
+        self.steps.append(Step(MAKE, (tuple(t.shape), t.stride(), t.dtype), (slot,)))
+        if zero:
+            self._zero(t)
+
+    def _zero(self, t: Tensor) -> None:
+        if size := extent(tuple(t.shape), t.stride(), t.dtype):
+            self.steps.append(Step(ZERO, (size,), (), (self.place(t),)))
+
+    def _viewed(self, t: Tensor, given: Sequence[Tensor]) -> bool:
+        """Whether a result shows memory of an argument, or is one."""
+        if self.find(t) is not None:
+            return False  # written to
+        memory = t.untyped_storage().data_ptr()
+        of = next((a for a in given if memory and self.find(a) is not None and a.untyped_storage().data_ptr() == memory), None)
+        if of is None:
+            return False
+        slot, behind = self.place(of)
+        same = (t.shape, t.stride(), t.dtype, t.data_ptr()) == (of.shape, of.stride(), of.dtype, of.data_ptr())
+        place = Place(slot, behind + t.data_ptr() - of.data_ptr())
+        self.known[id(t)] = _Known(weakref.ref(t), place, same and self.known[id(of)].whole)
+        return True
+
+    def finish(self, result: Any) -> tuple[Sequence[int], Sequence[str], Any] | None:
+        """The record in numbers (player.cpp has their order), the names in it and the memory that it needs; None if it is not complete."""
+        try:
+            slots = [self.whole(t) for t in tensors_of(result)]
+            if not any(step.do == LAUNCH for step in self.steps):
+                self.refuse("nothing is launched")
+            return None if self.refusal else written(self, slots, isinstance(result, list))
+        except LookupError as error:
+            self.refuse(error.args[0])
+        except NotImplementedError as reason:
+            slow_paths.taken(SLOW, str(reason))
+            self.refuse(str(reason))
+        return None
 
 
 def active() -> Recorder | None:
@@ -214,132 +194,69 @@ def active() -> Recorder | None:
     return getattr(_active, "recorder", None)
 
 
-def as_step(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that looks at addresses, which are new in every call. Tensors that it is given live as long as the call."""
-    recorder = active()
-    if recorder is None:
-        return function(*args)
-    with recorder.pause():
-        # What it returns may be one of its arguments now and another one in another call: that is a slot of its own.
-        out = replaced(Tensor, recorder.apart, function(*args))
-    recorder.lasting.update(slots_of(recorder.step(function, args, out, addresses=True)))
-    return out
-
-
-def as_value(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
-    """:func:`as_step`, of a function whose result follows from where the tensors begin: it is called once in a call."""
+def as_value(function: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]) -> Any:
+    """Call a function whose result follows from where tensors begin, and is kept: what is recorded is for tensors that begin there."""
     recorder = active()
     if recorder is None:
         return function(tensors)
-    try:
-        key = function, *map(recorder._slot, tensors)
-    except LookupError:
-        return as_step(function, tensors)
-    if key not in recorder.values:
-        recorder.values[key] = as_step(function, tensors)
-    return recorder.values[key]
-
-
-def as_launch(function: Callable[..., None], it: Launch, tensors: Sequence[Tensor]) -> None:
-    """Make a launch for the first time, by ``function(it, tensors)``."""
-    recorder = active()
-    if recorder is None:
-        function(it, tensors)
-        return
     with recorder.pause():
-        function(it, tensors)
-    recorder.step(it, tensors, addresses=True)
-    recorder.complete &= it.compiled is not None
-
-
-def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function of tensors, lists, tuples and options be recorded. It runs with the device of its first tensor as the current one."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any) -> Any:
-        if INTERPRETED or active() is not None:
-            return function(*args)
-        tensors: list[Any] = []
-        kinds = [kind_of(a, tensors) for a in args]
-        return _on_device((tf32_allowed(), *kinds), None, function, args, tensors)
-
-    return wrapper
-
-
-def by_kind(check: Callable[..., Any], run: Callable[..., Any], data: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """``run(check(*data, **options))`` for an op, as a record where the kind of all that the op is given has one.
-
-    Whether a call is legal, who computes it and how follow from its kind, and ``exact_kinds`` leaves nothing of it out. So a call of a kind
-    that has a record needs no check: the one that was recorded has passed all of them, and no kind has a record whose calls raise.
-
-    Args:
-        check: raises where the arguments do not fit; what it does is no part of a record.
-        run: computes what ``check`` returns.
-        data: tensors and lists of tensors.
-        options: values, and lists of such.
-    """
-    if INTERPRETED or active() is not None:
-        return run(check(*data, **options))
-    tensors: list[Any] = []
-    for value in data:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        else:
-            tensors += value
-    given = [tuple(value) if type(value) is list else value for value in options.values()]
-    tf32 = tensors[0].dtype == torch.float32 and tf32_allowed()
-    key = tf32, *options, *given, *exact_kinds(data, tensors, [*map(Tensor.data_ptr, tensors)])
-
-    def checked(*args: Any) -> Any:
-        return check(*args, **options)
-
-    return _on_device(key, checked, run, data, tensors)
-
-
-def _on_device(key: Any, check: Any, function: Callable[..., Any], args: Sequence[Any], tensors: list[Any]) -> Any:
-    """The function of what ``check`` makes of the arguments, if there is one; ``tensors``: all among these."""
-    device = tensors[0].get_device()
-    key = function, device, config.PRODUCTS, *key
-    if device < 0 or device == current_device():
-        return _call(key, check, function, args, tensors, device)
-    with torch.cuda.device(device):
-        return _call(key, check, function, args, tensors, device)
-
-
-def _call(key: Any, check: Any, function: Callable[..., Any], args: Sequence[Any], tensors: list[Any], device: int) -> Any:
-    record = RECORDS.get(key)
-    if record is not None:
-        return record.play(tensors, device)
-    if key in RECORDS or _first_time(key):
-        return function(*args) if check is None else function(check(*args))
-    # A tensor that is given twice is two tensors in another call of this kind.
-    arguments = iter(own := [t.detach() for t in tensors])
-    args = replaced(Tensor, lambda _: next(arguments), args)
-    if check is not None:
-        args = (check(*args),)
-    recorder = _active.recorder = Recorder(own)
-    try:
-        with after_operations(recorder.operation):
-            out = function(*args)
-    finally:
-        _active.recorder = None
-    if len(RECORDS) >= _MAX_RECORDS:
-        RECORDS.clear()
-    RECORDS[key] = recorder.finish(out)
+        out = function(tensors)
+    places = [known.place for t in tensors if (known := recorder.find(t)) is not None]
+    if len(places) < len(tensors) or any(place.slot >= recorder.arguments for place in places):
+        recorder.refuse("a table of addresses that are new in every call")
+        return out
+    for t, place in zip(tensors, places, strict=True):
+        recorder.fixed[place.slot] = t.data_ptr() - place.behind
+    for t in tensors_of(out):
+        if recorder.find(t) is None:
+            slot = recorder._add(t)
+            del recorder.held[slot]  # an address alone
+            recorder.steps.append(Step(FIXED, (t.data_ptr(),), (slot,)))
+            recorder.kept.append(t)
     return out
 
 
-def _first_time(key: Any) -> bool:
-    if key in _MET:
-        _MET.discard(key)
-        return False
-    if len(_MET) >= _MAX_RECORDS:
-        _MET.clear()
-    _MET.add(key)
-    return True
+def as_launch(it: Launch, tensors: Sequence[Tensor]) -> None:
+    """Make a launch."""
+    recorder = active()
+    if recorder is None:
+        it.run(tensors)
+        return
+    with recorder.pause():
+        it.run(tensors)
+    try:
+        recorder.steps.append(Step(LAUNCH, it, (), [recorder.place(t) for t in tensors]))
+    except LookupError as error:
+        recorder.refuse(f"{it.kernel.__name__}: {error.args[0]}")
 
 
-def forget_records() -> None:
-    """Record every call anew."""
-    RECORDS.clear()
-    _MET.clear()
+def asked(op: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """The Python of an op that C++ asks for what it does not know: it is recorded if C++ wants that."""
+    it = player.active()
+    kind = None if it is None else it.asked()
+    if it is None or kind is None:
+        return op(*args, **options)
+    if active() is not None or _capturing(args):
+        it.decline(kind)  # within another record; or of a graph, whose tables hold nothing yet
+        return op(*args, **options)
+    return _recorded(it, kind, op, args, options)
+
+
+def _capturing(args: Sequence[Any]) -> bool:
+    return tensors_of(args)[0].is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _recorded(it: player.Player, kind: int, op: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
+    # A tensor that is given twice is two tensors in another call of this kind.
+    own = [t.detach() for t in tensors_of((args, [*options.values()]))]
+    arguments = iter(own)
+    args, values = replaced(Tensor, lambda _: next(arguments), (tuple(args), [*options.values()]))
+    recorder = _active.recorder = Recorder(own)
+    try:
+        with after_operations(recorder.operation):
+            out = op(*args, **dict(zip(options, values, strict=True)))
+    finally:
+        _active.recorder = None
+    found = recorder.finish(out)
+    it.remember(kind, *(found or (None,)))
+    return out

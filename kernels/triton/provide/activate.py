@@ -11,7 +11,7 @@ from moefuse.kernels.triton.device.functions import gated, pointwise
 from moefuse.kernels.triton.device.structs import Rows
 from moefuse.kernels.triton.host.layout import DTYPES
 from moefuse.kernels.triton.launch.calls import launch
-from moefuse.kernels.triton.launch.record import recorded
+from moefuse.kernels.triton.launch.recorded import recorded
 from moefuse.ops.meaning.call import Body
 
 BLOCK = 512

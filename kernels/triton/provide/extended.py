@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moefuse.kernels.triton.host import coded, token_codes
 from moefuse.kernels.triton.host.layout import DTYPES
-from moefuse.kernels.triton.launch.record import recorded
+from moefuse.kernels.triton.launch.recorded import recorded
 from moefuse.kernels.triton.provide import extended_grads, extended_layer, lora_vectors, packed, projections, rounded, words
 from moefuse.kernels.triton.provide.choice import REST, Kernel, choose
 from moefuse.ops.meaning.call import ExpertsCall, Stack

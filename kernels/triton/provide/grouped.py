@@ -17,7 +17,7 @@ from moefuse.kernels.triton.host import linear, pointwise, sorted_rows, wgrad
 from moefuse.kernels.triton.host.layout import DTYPES
 from moefuse.kernels.triton.host.sorted_rows import Lists
 from moefuse.kernels.triton.launch.calls import launch
-from moefuse.kernels.triton.launch.record import recorded
+from moefuse.kernels.triton.launch.recorded import recorded
 from moefuse.ops.meaning.call import first_tensor
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moefuse.kernels.triton.host import coded, sorted_rows, wgrad
 from moefuse.kernels.triton.host.sorted_rows import Lists
-from moefuse.kernels.triton.launch.record import recorded
+from moefuse.kernels.triton.launch.recorded import recorded
 from moefuse.kernels.triton.provide.coded_products import Product, Rows, product
 from moefuse.kernels.triton.provide.products import Own
 from moefuse.ops.meaning.coded_weights import Codes, codes_of

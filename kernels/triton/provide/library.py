@@ -19,8 +19,7 @@ from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.host.plan import Plan
 from moefuse.kernels.triton.host.pointwise import Activation
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
-from moefuse.kernels.triton.launch.calls import run
-from moefuse.kernels.triton.launch.record import recorded
+from moefuse.kernels.triton.launch.recorded import recorded
 from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.tuning import store
 from moefuse.tuning.problem import Problem, problem_of
@@ -125,8 +124,6 @@ def _summed(y: Tensor, it: Sorted, weights: Tensor | None, dtype: torch.dtype) -
 class LibraryPlan:
     """In the place of a :class:`~moefuse.kernels.triton.host.plan.Plan`: calls of one kind with products by the library."""
 
-    direct = None
-
     def __init__(self, call: ExpertsCall, form: str) -> None:
         self.up = Plan(call) if form == "down" else None
         # The launches until the activation; what they leave in the workspace is all that the rest needs.
@@ -139,11 +136,7 @@ class LibraryPlan:
         if self.up is None:
             out: Tensor = experts(call)
             return out
-        space = torch.empty(self.up.workspace.size, dtype=torch.uint8, device=call.device)
-        views = self.up.workspace.views(space)
-        tensors = {**views, **self.up._operands(call.lists), "x": call.x, "ids": call.ids, "weights": call.weights}
-        for step in self.steps:
-            run(step, [tensors[name] for name in step.names])
+        views = self.up.start(call, self.steps, {})
         it = Sorted(views["order"], views["offsets"], call.ids.numel(), call.w_in.experts, call.top_k)
         y = product(views["h"], call.w_out.weight[0].transpose(1, 2), views["offsets"][1:])
         return _summed(y, it, None if call.body.on_input else call.weights, call.out_dtype)

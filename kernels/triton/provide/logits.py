@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.kernels.triton.launch.calls import launch, launch_traced
-from moefuse.kernels.triton.launch.record import recorded
+from moefuse.kernels.triton.launch.recorded import recorded
 from moefuse.kernels.triton.provide.router import DTYPES
 from moefuse.ops.meaning.recipe import few_rows
 from moefuse.ops.meaning.reference import router_logits_reference

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moefuse.kernels.triton.device import ranks
 from moefuse.kernels.triton.launch.calls import launch
-from moefuse.kernels.triton.launch.record import recorded
+from moefuse.kernels.triton.launch.recorded import recorded
 from moefuse.ops.meaning.reference import accumulation_dtype
 from moefuse.runtime.ranks import numbers_dtype
 from moefuse.tuning.problem import power_of_two

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moefuse.kernels.triton.device import router
 from moefuse.kernels.triton.launch.calls import launch, launch_traced
-from moefuse.kernels.triton.launch.record import recorded
+from moefuse.kernels.triton.launch.recorded import recorded
 from moefuse.ops.meaning.recipe import Recipe
 from moefuse.tuning.problem import power_of_two
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from moefuse.kernels.triton.host import linear, pointwise, sorted_rows, wgrad
 from moefuse.kernels.triton.host.pointwise import Activation
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
-from moefuse.kernels.triton.launch.record import recorded
+from moefuse.kernels.triton.launch.recorded import recorded
 from moefuse.kernels.triton.provide.grouped import supports
 from moefuse.kernels.triton.provide.products import Library, Own, products
 from moefuse.ops.meaning.call import ExpertsCall, Stack

@@ -81,7 +81,7 @@ def run(what: Any, tokens: Sequence[int], budget_s: float, progress: bool, tools
                     report.tuned.append(_one(target, problem, asked, deadline, start + budget_s, tools, compiler, report))
                 bar.step()
     finally:
-        _forget_plans()
+        providers.forget_records()
     report.seconds = clock() - start
     return report
 
@@ -146,7 +146,7 @@ def _one(
         entry = Entry(problem, outcome.config, outcome.us, when=int(time.time()))
         _save(name, entry, report)
         # From here on calls take the new configuration: what the library's forms do themselves, and the comparison.
-        _forget_plans()
+        providers.forget_records()
         library = library_times(call, tools.timer)
         del call
     except torch.OutOfMemoryError:
@@ -154,7 +154,7 @@ def _one(
     entry = replace(entry, library=library)
     if library:
         _save(name, entry, report)
-        _forget_plans()
+        providers.forget_records()
     row = replace(
         row,
         us=min((outcome.us, *library.values())),
@@ -202,9 +202,3 @@ def _save(device: str, entry: Entry, report: WarmupReport) -> None:
     except OSError as error:
         note = f"measurements could not be kept: {error}"
         report.notes += [note] if note not in report.notes else []
-
-
-def _forget_plans() -> None:
-    kernels: Any = providers.triton_kernels()
-    if not isinstance(kernels, str):
-        kernels.forget_plans()

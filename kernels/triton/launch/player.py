@@ -1,0 +1,182 @@
+"""Ops on CUDA without Python: the C++ of ``player.cpp`` plays the records that ``record.py`` makes.
+
+A Python op costs some 20 microseconds of the host before its first launch, most of them in the dispatcher's way to Python and back, and
+what works out its launches many times that. The C++ is compiled at the first use on a machine, beside whatever the process does, by the
+compiler that Inductor uses; until it is there, and without one, the Python ops do the same. ``MOEFUSE_DIRECT_LAUNCH=0`` leaves it out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moefuse import _torch_private
+from moefuse.errors import first_line
+from moefuse.kernels.triton.launch.driver_launch import SWITCH, driver
+from moefuse.machine import cache_folder, environment, slow_paths
+from moefuse.ops.schema import PLAYED
+from moefuse.runtime import providers
+
+log = logging.getLogger(__name__)
+
+FUNCTIONS = (
+    "aoti_torch_get_device_type",
+    "aoti_torch_get_device_index",
+    "aoti_torch_get_current_device_index",
+    "aoti_torch_get_storage_offset",
+    "aoti_torch__reinterpret_tensor",
+    "aoti_torch_new_tensor_handle",
+    "torch_new_list_reserve_size",
+    "torch_list_push_back",
+    "torch_string_length",
+    "torch_string_c_str",
+    "torch_delete_string",
+)
+"""Functions of libtorch that only this calls, in the order of ``Functions`` in player.cpp; behind them come the stream's, three of the
+driver and ours."""
+
+FOLDER = "cuda-launch"
+SLOW = "ops on CUDA devices are launched from Python, which takes longer"
+KINDS = {"Tensor": "T", "int": "w", "SymInt": "w", "float": "w", "bool": "b", "ScalarType": "d", "str": "s"}
+"""How player.cpp reads an argument, by its type in a schema."""
+
+
+class Player:
+    """The compiled library: it plays ops of one namespace. To make one raises whatever goes wrong."""
+
+    def __init__(self, functions: Sequence[int], name: str, dispatch: str, device_type: int) -> None:
+        here = Path(__file__).parent
+        text = "\n".join(path.read_text() for path in (here.parent.parent / "libtorch.h", here / "player.cpp"))
+        self.library = ctypes.CDLL(str(_torch_private.build_cpp(text, cache_folder.make(FOLDER))))
+        self.library.moefuse_asked.restype = ctypes.c_void_p
+        self.library.moefuse_known.restype = ctypes.c_int64
+        self.library.moefuse_start((ctypes.c_void_p * len(functions))(*functions), device_type)
+        self.name, self.dispatch = name, dispatch
+        self.numbers: dict[str, int] = {}
+        self.kept: list[Any] = []
+
+    def play(self, op: str) -> None:
+        """From now on the dispatcher runs an op in C++, which asks its ``_general`` twin for what it does not know.
+
+        Raises:
+            RuntimeError: libtorch refused.
+        """
+        given = "".join(map(_kind, _types(getattr(getattr(torch.ops, self.name), op).default._schema)))
+        number = self.library.moefuse_play(self.name.encode(), op.encode(), self.dispatch.encode(), given.encode())
+        if number < 0:
+            raise RuntimeError(f"libtorch refused the kernel of {op} (error {-number})")
+        self.numbers[op] = number
+
+    def enable(self, op: str, enabled: bool) -> None:
+        """Whether an op has records, or is its twin's always."""
+        if op in self.numbers:
+            self.library.moefuse_enable(self.numbers[op], int(enabled))
+
+    def plays(self, op: str, t: torch.Tensor) -> bool:
+        """Whether this tensor's calls of an op come here."""
+        return op in self.numbers and t.device.type == self.dispatch.lower()
+
+    def asked(self) -> int | None:
+        """The kind of the call that C++ has just handed to this thread, if it wants a record of it, for :meth:`remember`."""
+        kind: int | None = self.library.moefuse_asked()
+        return kind
+
+    def remember(self, kind: int, numbers: Sequence[int] | None, names: Sequence[str] = (), kept: Any = None) -> None:
+        """The record of a kind as ``Recorder.finish`` writes it, or None: there is none. ``kept``: memory that it launches from, for good,
+        since a launch may be under way whenever it is forgotten."""
+        texts = (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
+        words = None if numbers is None else (ctypes.c_int64 * len(numbers))(*(_signed(n) for n in numbers))
+        self.kept.append(kept)
+        self.library.moefuse_record(ctypes.c_void_p(kind), words, texts)
+
+    def decline(self, kind: int) -> None:
+        """No record this time."""
+        self.library.moefuse_decline(ctypes.c_void_p(kind))
+
+    def forget(self) -> None:
+        """Forget all records."""
+        self.library.moefuse_forget()
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _types(schema: Any) -> list[str]:
+    """The types of an op's arguments, as its schema has them."""
+    arguments = str(schema).partition("(")[2].rpartition(") ->")[0]
+    return [part.split(" ")[0] for part in arguments.replace("*, ", "").split(", ") if part]
+
+
+def _kind(of: str) -> str:
+    if of.endswith("?"):
+        return "?" + _kind(of[:-1])
+    if of.endswith("[]"):
+        return "[" + _kind(of[:-2])
+    return KINDS[of.partition("(")[0]]
+
+
+_player: Player | None = None
+_tried = False
+_lock = threading.Lock()
+
+
+def active() -> Player | None:
+    """Who plays records in this process, once it is there."""
+    return _player
+
+
+def start() -> None:
+    """Have it ready soon, once per process."""
+    global _tried
+    if _tried:
+        return
+    with _lock:
+        if _tried or environment.is_off(SWITCH):
+            return
+        _tried = True
+    threading.Thread(target=_start, daemon=True).start()
+
+
+def _start() -> None:
+    global _player
+    try:
+        functions = _torch_private.libtorch_interface(FUNCTIONS)
+        functions += _torch_private.libtorch_functions(["aoti_torch_get_current_cuda_stream"], "torch_cuda")
+        it, own = driver(), _callback()
+        functions += [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (it.launch, it.encode, it.fill, own)]
+        player = Player(functions, "moefuse", "CUDA", 1)
+        player.kept.append(own)
+        _player = player
+        for op in PLAYED:
+            player.play(op)
+        configure()
+    except Exception as error:
+        # No compiler, a read-only cache folder, a torch without the interface, ...: the Python ops stay.
+        log.debug("ops on CUDA are launched from Python: %s", first_line(error))
+        slow_paths.taken(SLOW, cache_folder.problem(FOLDER) or first_line(error))
+
+
+def _callback() -> Any:
+    from moefuse.kernels.triton.launch.launch import tf32_allowed
+
+    return ctypes.CFUNCTYPE(ctypes.c_int32)(lambda: int(tf32_allowed()))
+
+
+def configure() -> None:
+    """Whose ops may be played, now that providers are what they are."""
+    if _player is not None:
+        for op in PLAYED:
+            _player.enable(op, providers.is_ours(op))
+
+
+def forget() -> None:
+    """Forget all records."""
+    if _player is not None:
+        _player.forget()

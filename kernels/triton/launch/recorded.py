@@ -1,0 +1,104 @@
+"""Functions as calls of one op, ``moefuse::recorded``, so that C++ plays them where no op of their own stands above them, or has no record.
+
+The op takes all tensors, and a number for all else: the function, its other arguments, and where in them the tensors are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefuse._torch_private import current_device
+from moefuse.kernels.triton.launch import player
+from moefuse.kernels.triton.launch.nested import SEQUENCES, Slot, replaced, tensors_of
+from moefuse.kernels.triton.launch.record import active
+from moefuse.ops.schema import implement
+
+OP = "recorded"
+_HERE = object()
+_MOST = 1 << 14
+"""Numbers in use; beyond, all are dropped (none is used again), and so are the records."""
+
+
+class _What(NamedTuple):
+    """A function and its arguments, with slots for tensors."""
+
+    function: Callable[..., Any]
+    args: Any
+
+
+_numbers: dict[Any, int] = {}
+_whats: dict[int, _What] = {}
+_results: dict[int, Any] = {}
+"""What each returned, with slots for tensors."""
+_next = itertools.count()
+_lock = threading.Lock()
+
+
+def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function of tensors, lists, tuples and options be recorded. It runs with the device of its first tensor as the current one."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        if active() is not None:
+            return function(*args)
+        it, tensors = player.active(), list[Tensor]()
+        key = function, _key(args, tensors)
+        with _on(tensors[0].get_device()):
+            if it is None or not it.plays(OP, tensors[0]):
+                return function(*args)
+            what = _numbers.get(key)
+            if what is None:
+                what = _number(key, function, args)
+            found = torch.ops.moefuse.recorded.default(tensors, what)
+            return replaced(Slot, found.__getitem__, _results[what])
+
+    return wrapper
+
+
+def _on(device: int) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if device < 0 or device == current_device() else torch.cuda.device(device)
+
+
+def _key(value: Any, tensors: list[Tensor]) -> Any:
+    """What stands for a value among keys, whose tensors are appended to ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _HERE
+    if not isinstance(value, SEQUENCES):
+        return value
+    return (type(value), *[_key(v, tensors) for v in value])
+
+
+def _number(key: Any, function: Callable[..., Any], args: Any) -> int:
+    slots = itertools.count()
+    with _lock:
+        if len(_numbers) >= _MOST:
+            _numbers.clear()
+            player.forget()
+        number = _numbers[key] = next(_next)
+        _whats[number] = _What(function, replaced(Tensor, lambda _: Slot(next(slots)), args))
+    return number
+
+
+def _again(tensors: Sequence[Tensor], what: int) -> list[Tensor]:
+    """The op: the function of its arguments."""
+    function, args = _whats[what]
+    out = function(*replaced(Slot, tensors.__getitem__, args))
+    slots = itertools.count()
+    _results[what] = replaced(Tensor, lambda _: Slot(next(slots)), out)
+    return tensors_of(out)
+
+
+def _fake(tensors: Sequence[Tensor], what: int) -> list[Tensor]:
+    raise NotImplementedError("moefuse::recorded is below what is traced")
+
+
+implement(OP, kernel=_again, fake=_fake, autograd=None)
