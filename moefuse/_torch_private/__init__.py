@@ -62,6 +62,7 @@ from moefuse._torch_private.cuda import (
 )
 from moefuse._torch_private.custom_ops import (
     implementations as implementations,
+    names_of_ops as names_of_ops,
 )
 from moefuse._torch_private.distributed import (
     NotForDDP as NotForDDP,

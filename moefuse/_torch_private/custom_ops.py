@@ -9,6 +9,12 @@ from typing import Any
 import torch
 
 
+def names_of_ops(namespace: str) -> list[str]:
+    """All operators of a namespace."""
+    every: list[str] = torch._C._dispatch_get_all_op_names()
+    return sorted({name.partition("::")[2].partition(".")[0] for name in every if name.startswith(f"{namespace}::")})
+
+
 def implementations(op: torch._ops.OpOverload, device: str) -> tuple[Callable[..., Any], tuple[Callable[..., Any], ...]] | None:
     """(what computes an operator on a type of device, what its gradients are computed by); None where that is not known.
 

@@ -37,7 +37,6 @@ from torch import Tensor
 from moefuse.ops.autograd import again, below_autograd, grads_for, keep, kept, not_differentiable, once, ops, wants_grad
 from moefuse.ops.meaning.call import ExpertsCall, cut
 from moefuse.ops.meaning.checks import check_call
-from moefuse.ops.meaning.composite import flatten
 from moefuse.ops.meaning.grad_calls import GradCall
 from moefuse.ops.meaning.reference import accumulation_dtype
 from moefuse.ops.schema import implement
@@ -52,13 +51,28 @@ def _legal(*data: Any, recompute: bool = False, **options: Any) -> ExpertsCall:
 
 
 def _kernel(*data: Any, **options: Any) -> Tensor:
-    found: Tensor = providers.run("experts_extended", _legal(*data, **options))
+    """Where nothing is differentiated."""
+    found: Tensor = ops.experts_extended_infer.default(*_legal(*data, **options).pack_extended())
     return found
 
 
 def _fake(*data: Any, **options: Any) -> Tensor:
-    call = _legal(*data, **options)
+    return _result(_legal(*data, **options))
+
+
+def _result(call: ExpertsCall) -> Tensor:
     return call.x.new_empty((call.x.shape[0], call.w_out.features), dtype=call.out_dtype)
+
+
+def _infer(*packed: Any) -> Tensor:
+    found: Tensor = providers.run("experts_extended", ExpertsCall.unpack_extended(*packed))
+    return found
+
+
+def _infer_fake(*packed: Any) -> Tensor:
+    call = ExpertsCall.unpack_extended(*packed)
+    check_call(call, "experts_extended")
+    return _result(call)
 
 
 def _forward(*packed: Any) -> tuple[Tensor, ...]:
@@ -131,12 +145,12 @@ class _Extended(torch.autograd.Function):
 
 
 def _autograd(*data: Any, recompute: bool = False, **options: Any) -> Tensor:
-    if not wants_grad(flatten(data)):
-        with below_autograd():
-            return ops.experts_extended.default(*data, **options)  # type: ignore[no-any-return]
     call = _legal(*data, **options)
-    _refuse_gradients(call)
     tensors, counts, scales, encodings, *body, dtype = call.pack_extended()
+    if not wants_grad(tensors):
+        with below_autograd():
+            return ops.experts_extended_infer.default(tensors, counts, scales, encodings, *body, dtype)  # type: ignore[no-any-return]
+    _refuse_gradients(call)
     return _Extended.apply(recompute, (counts, scales, encodings), tuple(body), dtype, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -177,6 +191,7 @@ def _refuse_roundings(call: ExpertsCall | GradCall) -> None:
 
 
 implement("experts_extended", kernel=_kernel, fake=_fake, autograd=_autograd, composite=_composite)
+implement("experts_extended_infer", kernel=_infer, fake=_infer_fake, autograd=None)
 for _op, _of, _of_fake in (("experts_extended_forward", _forward, _forward_fake), ("experts_extended_hidden", _hidden, _hidden_fake)):
     implement(_op, kernel=_of, fake=_of_fake, autograd=not_differentiable(_op))
 implement(

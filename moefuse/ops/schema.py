@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from moefuse._torch_private import failures
+from moefuse._torch_private import failures, when_functionalized
+from moefuse.ops.meaning.call import first_tensor
 from moefuse.ops.meaning.composite import batched, transformable
 
 _LISTS = (
@@ -34,6 +36,7 @@ SCHEMAS: tuple[str, ...] = (
     *(f"experts_backward{part}({_PACKED_BACKWARD}) -> Tensor[]" for part in ("", "_rows", "_in", "_out")),
     f"experts_extended({_LISTS}{_FACTORS}Tensor[] codes, *, float[] scales=[], str[]? encodings=None, bool recompute=False, {_OPTIONS}) "
     "-> Tensor",
+    f"experts_extended_infer({_EXTENDED}, {_BODY}, ScalarType out_dtype) -> Tensor",
     f"experts_extended_forward({_EXTENDED}, {_BODY}, ScalarType out_dtype) -> {_KEPT[:-1]}, Tensor u)",
     f"experts_extended_hidden({_EXTENDED}, {_BODY}, Tensor order, Tensor offsets, Tensor u) -> Tensor",
     f"experts_extended_backward({_EXTENDED}, int needs, {_BODY}) -> Tensor[]",
@@ -52,7 +55,6 @@ SCHEMAS: tuple[str, ...] = (
     "expert_rows_backward(Tensor grad, Tensor[] v, Tensor offsets) -> Tensor[]",
     "combine(Tensor ys, Tensor? weights, Tensor order, Tensor offsets, SymInt top_k, ScalarType? out_dtype) -> Tensor",
     "own(Tensor x) -> Tensor",
-    "recorded(Tensor[] tensors, int what) -> Tensor[]",
     "topk(Tensor scores, int k) -> (Tensor values, Tensor ids)",
     "router_logits(Tensor x, Tensor w, Tensor? bias, ScalarType out_dtype) -> Tensor",
     "route(Tensor logits, Tensor? bias, int k, str score, int groups, int kept, int best, bool lowest, bool by_choice, str weight, "
@@ -78,24 +80,35 @@ SCHEMAS: tuple[str, ...] = (
 
 ON_CPU = ("experts_infer", "experts_forward", "experts_backward")
 """Ops that have a kernel in C++ on the CPU (moefuse/runtime/native.py)."""
-PLAYED = (
-    "experts_infer", "experts_forward", "experts_hidden", "experts_backward_rows", "experts_backward_in", "experts_backward_out",
-    "experts_extended", "experts_extended_forward", "experts_extended_hidden", "experts_extended_backward", "permute", "grouped_linear",
-    "grouped_linear_backward", "grouped_linear_coded", "grouped_linear_coded_backward", "expert_rows", "expert_rows_backward", "combine",
-    "combine_backward", "topk", "route", "router_logits", "recorded",
+COMPILED = (
+    "experts_forward", "experts_hidden", "experts_backward_rows", "experts_backward_in", "experts_backward_out", "experts_extended_forward",
+    "experts_extended_hidden", "experts_extended_backward", "permute", "grouped_linear", "grouped_linear_backward", "grouped_linear_coded",
+    "grouped_linear_coded_backward", "expert_rows", "expert_rows_backward", "combine", "combine_backward",
 )  # fmt: skip
-"""Ops that C++ plays on CUDA (kernels/triton/launch/player.py)."""
-TWINS = frozenset((*ON_CPU, *PLAYED))
-"""Ops with a twin, ``_general`` behind the name: the Python that C++ asks for what it does not know."""
+"""Ops whose place in a graph for Inductor is taken by one with ``_compiled`` behind the name, which has no entry at autograd: those are in
+Python, and what AOTAutograd calls is below autograd."""
+TWINS = frozenset((*ON_CPU, "experts_extended_infer", *(f"{name}_compiled" for name in COMPILED)))
+"""Ops with a twin, ``_general`` behind the name: the Python that C++ asks for what it does not know. On CUDA it plays all of them
+(kernels/triton/launch/player.py)."""
+
+
+def _every(schema: str) -> Iterator[str]:
+    """An op's schema, and those of what may be called in its place."""
+    name, _, rest = schema.partition("(")
+    yield schema
+    if name in TWINS:
+        yield f"{name}_general({rest}"
+    if name in COMPILED:
+        yield from _every(f"{name}_compiled({rest}")
+
 
 # The caller's strides are part of the contract (in-out weight storage arrives as a transposed view), so Inductor must not re-lay inputs.
 _TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "needs_exact_strides") if hasattr(torch.Tag, name))
 
 LIBRARY = torch.library.Library("moefuse", "DEF")
 for _schema in SCHEMAS:
-    LIBRARY.define(_schema, tags=_TAGS)
-    if (_name := _schema.partition("(")[0]) in TWINS:
-        LIBRARY.define(_schema.replace("(", "_general(", 1), tags=_TAGS)
+    for _text in _every(_schema):
+        LIBRARY.define(_text, tags=_TAGS)
 
 TAKES_IDS = tuple(
     getattr(torch.ops.moefuse, name).default
@@ -115,6 +128,11 @@ def _twin(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return general
 
 
+def _compiled(name: str, *args: Any) -> Callable[..., Any] | None:
+    """What is traced instead of an op; nothing on a CPU, where calls cost what they compute."""
+    return getattr(torch.ops.moefuse, name).default if first_tensor(args).device.type == "cuda" else None
+
+
 def implement(
     name: str,
     *,
@@ -124,7 +142,7 @@ def implement(
     composite: Callable[..., Any] | None = None,
     general: Callable[..., Any] | None = None,
 ) -> None:
-    """Register one op, and its twin if it has one.
+    """Register one op, and what may be called in its place.
 
     Args:
         kernel: for every device.
@@ -135,6 +153,9 @@ def implement(
     """
     if name in TWINS:
         implement(f"{name}_general", kernel=failures.told(_twin(general or kernel)), fake=fake, autograd=None)
+    if name in COMPILED:
+        implement(f"{name}_compiled", kernel=kernel, fake=fake, autograd=None)
+        when_functionalized(f"moefuse::{name}", LIBRARY, functools.partial(_compiled, f"{name}_compiled"))
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     above = torch.library.fallthrough_kernel if autograd is None else transformable(name, autograd, composite)
     LIBRARY.impl(name, above, "Autograd")

@@ -164,7 +164,7 @@ def _player() -> Any:
 
 def is_ours(op: str) -> bool:
     """Whether calls of an op go to a provider of moefuse first, so that a record may stand for what it does."""
-    op = {"experts_infer": "experts"}.get(op, op)
+    op = op.removesuffix("_compiled").removesuffix("_infer")
     return op not in PROVIDERS or PROVIDERS[op][0] is _FIRST[op]
 
 

@@ -86,7 +86,7 @@ class World:
     """The library over a driver that interprets, and what came to it."""
 
     def __init__(self) -> None:
-        from moefuse.kernels.triton.launch import player
+        from moefuse.kernels.triton.launch import player, recorded  # noqa: F401  (defines its op)
         from moefuse.kernels.triton.launch.launch import Launch
 
         functions = _torch_private.libtorch_interface(player.FUNCTIONS)

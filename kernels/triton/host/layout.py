@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.kernels.triton.config import SHARED_BYTES
-from moefuse.kernels.triton.launch.launch import tf32_allowed
+from moefuse.kernels.triton.launch.player import tf32_allowed
 from moefuse.ops.meaning.call import Body
 
 Lists = tuple[Sequence[Tensor], ...]

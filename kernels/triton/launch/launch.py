@@ -14,21 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 import triton
 
-from moefuse.kernels.triton.launch import gluon
+from moefuse.kernels.triton.launch import gluon, player
 from moefuse.kernels.triton.launch.descriptors import Described, descriptor
 
 SLOW = "Triton's launcher starts every kernel, which takes the host ten times as long"
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run in Python on CPU tensors (TRITON_INTERPRET=1)."""
-
-
-def tf32_allowed() -> bool:
-    """Whether products of float32 may be rounded to tf32. (``allow_tf32``, the older name, raises where this one was set.)"""
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 class Begin(NamedTuple):
@@ -76,6 +70,8 @@ class Launch:
     def run(self, tensors: Sequence[Any]) -> None:
         """Compile it if need be, and launch."""
         options = {} if INTERPRETED else self.options
+        if not INTERPRETED:
+            player.start()
         given = self.arguments(tensors)
         gluon.compile_first(self.kernel, self.grid, given, options)
         self.compiled = self.kernel[self.grid](*given, **options)

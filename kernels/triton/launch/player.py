@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,7 +20,6 @@ from moefuse import _torch_private
 from moefuse.errors import first_line
 from moefuse.kernels.triton.launch.driver_launch import SWITCH, driver
 from moefuse.machine import cache_folder, environment, slow_paths
-from moefuse.ops.schema import PLAYED
 from moefuse.runtime import providers
 
 log = logging.getLogger(__name__)
@@ -43,6 +42,8 @@ driver and ours."""
 
 FOLDER = "cuda-launch"
 SLOW = "ops on CUDA devices are launched from Python, which takes longer"
+NAMESPACE, TWIN = "moefuse", "_general"
+"""Ops that have a twin of that name are played; their Python is the twin's."""
 KINDS = {"Tensor": "T", "int": "w", "SymInt": "w", "float": "w", "bool": "b", "ScalarType": "d", "str": "s"}
 """How player.cpp reads an argument, by its type in a schema."""
 
@@ -122,6 +123,8 @@ def _kind(of: str) -> str:
     return KINDS[of.partition("(")[0]]
 
 
+_Dict = TypeVar("_Dict", bound=dict[Any, Any])
+_until_forgotten: list[dict[Any, Any]] = []
 _player: Player | None = None
 _tried = False
 _lock = threading.Lock()
@@ -151,11 +154,12 @@ def _start() -> None:
         functions += _torch_private.libtorch_functions(["aoti_torch_get_current_cuda_stream"], "torch_cuda")
         it, own = driver(), _callback()
         functions += [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (it.launch, it.encode, it.fill, own)]
-        player = Player(functions, "moefuse", "CUDA", 1)
+        player = Player(functions, NAMESPACE, "CUDA", 1)
         player.kept.append(own)
         _player = player
-        for op in PLAYED:
-            player.play(op)
+        for op in _torch_private.names_of_ops(NAMESPACE):
+            if op.endswith(TWIN):
+                player.play(op.removesuffix(TWIN))
         configure()
     except Exception as error:
         # No compiler, a read-only cache folder, a torch without the interface, ...: the Python ops stay.
@@ -163,20 +167,31 @@ def _start() -> None:
         slow_paths.taken(SLOW, cache_folder.problem(FOLDER) or first_line(error))
 
 
-def _callback() -> Any:
-    from moefuse.kernels.triton.launch.launch import tf32_allowed
+def tf32_allowed() -> bool:
+    """Whether products of float32 may be rounded to tf32. (``allow_tf32``, the older name, raises where this one was set.)"""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
+
+def _callback() -> Any:
     return ctypes.CFUNCTYPE(ctypes.c_int32)(lambda: int(tf32_allowed()))
 
 
 def configure() -> None:
     """Whose ops may be played, now that providers are what they are."""
     if _player is not None:
-        for op in PLAYED:
+        for op in _player.numbers:
             _player.enable(op, providers.is_ours(op))
+
+
+def until_forgotten(made: _Dict) -> _Dict:
+    """A dictionary that is emptied where records are forgotten."""
+    _until_forgotten.append(made)
+    return made
 
 
 def forget() -> None:
     """Forget all records."""
+    for made in _until_forgotten:
+        made.clear()
     if _player is not None:
         _player.forget()

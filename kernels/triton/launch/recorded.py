@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moefuse._torch_private import current_device
+from moefuse._torch_private import current_device, failures
 from moefuse.kernels.triton.launch import player
 from moefuse.kernels.triton.launch.nested import SEQUENCES, Slot, replaced, tensors_of
-from moefuse.kernels.triton.launch.record import active
-from moefuse.ops.schema import implement
+from moefuse.kernels.triton.launch.record import active, asked
 
 OP = "recorded"
 _HERE = object()
@@ -97,8 +96,12 @@ def _again(tensors: Sequence[Tensor], what: int) -> list[Tensor]:
     return tensors_of(out)
 
 
-def _fake(tensors: Sequence[Tensor], what: int) -> list[Tensor]:
-    raise NotImplementedError("moefuse::recorded is below what is traced")
+def _asked(*given: Any) -> Any:
+    return asked(_again, given, {})
 
 
-implement(OP, kernel=_again, fake=_fake, autograd=None)
+_LIBRARY = torch.library.Library(player.NAMESPACE, "FRAGMENT")
+for _name, _kernel in ((OP, _again), (OP + player.TWIN, failures.told(_asked))):
+    _LIBRARY.define(f"{_name}(Tensor[] tensors, int what) -> Tensor[]")
+    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")

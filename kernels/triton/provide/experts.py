@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from moefuse.kernels.triton.host import chunks
 from moefuse.kernels.triton.host.layout import DTYPES
 from moefuse.kernels.triton.host.plan import Plan
+from moefuse.kernels.triton.launch import player
 from moefuse.kernels.triton.launch.launch import INTERPRETED
+from moefuse.kernels.triton.launch.player import tf32_allowed
 from moefuse.kernels.triton.launch.recorded import recorded
 from moefuse.kernels.triton.provide import library, training
 from moefuse.ops.meaning.call import ExpertsCall
 
 NAME = "triton"
 DEVICE = "cpu" if INTERPRETED else "cuda"
+
+AnyPlan = Plan | library.LibraryPlan | chunks.ChunkedPlan
+_MAX_PLANS = 4096
+_PLANS: dict[Any, AnyPlan] = player.until_forgotten({})
+"""Plans kept; beyond, all are dropped and made again when needed (a compiled kernel stays with Triton)."""
 
 
 def supports(call: ExpertsCall) -> str | None:
@@ -31,7 +40,16 @@ def experts(call: ExpertsCall) -> Tensor:
     return plan_of(call).run(call)
 
 
-def plan_of(call: ExpertsCall) -> Plan | library.LibraryPlan | chunks.ChunkedPlan:
-    """What a call launches."""
-    form = library.form_for(call) if chunks.allowed() is None else None
-    return chunks.chunked(Plan(call), call) if form is None else library.LibraryPlan(call, form)
+def plan_of(call: ExpertsCall) -> AnyPlan:
+    """What a call launches; the same for all of its kind."""
+    lists = call.lists
+    tensors = [call.x, call.ids, call.weights, *(t for part in lists for t in part)]
+    kinds = [(t.dtype, t.device, t.shape, t.stride(), t.data_ptr() & 15) for t in tensors]
+    key = (call.body, call.out_dtype, tf32_allowed(), *map(len, lists), *kinds)
+    found = _PLANS.get(key)
+    if found is None:
+        form = library.form_for(call) if chunks.allowed() is None else None
+        found = _PLANS[key] = chunks.chunked(Plan(call), call) if form is None else library.LibraryPlan(call, form)
+        if len(_PLANS) > _MAX_PLANS:
+            _PLANS.clear()
+    return found
