@@ -15,7 +15,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +56,34 @@ def calls() -> dict[str, Callable[[], Any]]:
     need = Needs.of([True, True, True, False, True, False, False, False], False)
     call = ExpertsCall.unpack(*packed)
 
+    def op(name: str) -> Any:
+        return getattr(ops, f"{name}_compiled" if hasattr(ops, f"{name}_compiled") else name).default
+
+    _, h, order, offsets = ops.experts_forward.default(*packed)
+    rows = RowsCall(grad, weights, h, order, offsets, call.w_out, need, call.body).pack()
+    d_h, a_rows, _ = ops.experts_backward_rows.default(*rows)
+    both = (need.of_tokens, need.of_lists)
+    first = [InCall(x, weights, d_h, order, offsets, call.w_in, call.w_up, wanted, call.body).pack() for wanted in both]
+    last = OutCall(grad, weights, order, offsets, a_rows, call.w_out, need, call.body).pack()
+    forward, of_rows, of_in, of_out = map(op, ("experts_forward", "experts_backward_rows", "experts_backward_in", "experts_backward_out"))
+
     def step() -> None:
-        _, h, order, offsets = ops.experts_forward.default(*packed)
-        rows = RowsCall(grad, weights, h, order, offsets, call.w_out, need, call.body).pack()
-        d_h, a, _ = ops.experts_backward_rows.default(*rows)
-        for wanted in (need.of_tokens, need.of_lists):
-            ops.experts_backward_in.default(*InCall(x, weights, d_h, order, offsets, call.w_in, call.w_up, wanted, call.body).pack())
-        ops.experts_backward_out.default(*OutCall(grad, weights, order, offsets, a, call.w_out, need, call.body).pack())
+        forward(*packed)
+        of_rows(*rows)
+        for given in first:
+            of_in(*given)
+        of_out(*last)
+
+    def extended(data: Sequence[Any], **options: Any) -> Callable[[], Any]:
+        if not hasattr(ops, "experts_extended_infer"):
+            return lambda: ops.experts_extended.default(*data, **options)
+        given, infer = ExpertsCall.of_extended(*data, **options).pack_extended(), ops.experts_extended_infer.default
+        return lambda: infer(*given)
 
     return {
         "experts": lambda: ops.experts_infer.default(*packed),
-        "experts, codes": lambda: ops.experts_extended.default(*coded, encodings=[str(encoding), "", str(encoding)]),
-        "experts, adapters": lambda: ops.experts_extended.default(*adapted, scales=[1.0, 1.0, 1.0]),
+        "experts, codes": extended(coded, encodings=[str(encoding), "", str(encoding)]),
+        "experts, adapters": extended(adapted, scales=[1.0, 1.0, 1.0]),
         "topk": lambda: ops.topk.default(scores, K),
         "training step": step,
     }
@@ -115,7 +131,7 @@ def main() -> None:
         rows.append({key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()})
         print(rows[-1], flush=True)
     if options.out is not None:
-        options.out.write_text(by_line(environment() | {"rows": rows}) + "\n")
+        options.out.write_text(by_line(environment(), "rows", rows))
 
 
 if __name__ == "__main__":

@@ -87,6 +87,8 @@ COMPILED = (
 )  # fmt: skip
 """Ops whose place in a graph for Inductor is taken by one with ``_compiled`` behind the name, which has no entry at autograd: those are in
 Python, and what AOTAutograd calls is below autograd."""
+COMPILED_ON = ("cuda",)
+"""Devices where they are: on a CPU calls cost what they compute."""
 TWINS = frozenset((*ON_CPU, "experts_extended_infer", *(f"{name}_compiled" for name in COMPILED)))
 """Ops with a twin, ``_general`` behind the name: the Python that C++ asks for what it does not know. On CUDA it plays all of them
 (kernels/triton/launch/player.py)."""
@@ -129,8 +131,8 @@ def _twin(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compiled(name: str, *args: Any) -> Callable[..., Any] | None:
-    """What is traced instead of an op; nothing on a CPU, where calls cost what they compute."""
-    return getattr(torch.ops.moefuse, name).default if first_tensor(args).device.type == "cuda" else None
+    """What is traced instead of an op."""
+    return getattr(torch.ops.moefuse, name).default if first_tensor(args).device.type in COMPILED_ON else None
 
 
 def implement(

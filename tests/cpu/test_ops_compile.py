@@ -75,3 +75,50 @@ def test_a_graph_of_make_fx_says_what_it_cannot() -> None:
     whole = make_fx(call, pre_dispatch=True)(args[0])
     whole(args[0]).sum().backward()
     assert args[0].grad is not None
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_ops_below_autograd_in_a_graph(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the graph is for Inductor, on CUDA (here a CPU that stands for it), no op has an entry at autograd that is Python; gradients are
+    the same, and a graph of who differentiates it himself keeps the ops that refuse that."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    from moefuse.ops import schema
+
+    if device == "cuda":
+        monkeypatch.setattr(schema, "COMPILED_ON", ("cpu",))
+    args = Case().args(requires_grad=True)
+    trained = [args[0], args[2], args[3][0], args[5][0]]
+    names: list[str] = []
+
+    def seen(gm: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        names.extend(
+            n.target.name() for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and "moefuse" in n.target.name()
+        )
+        return gm
+
+    def layer() -> Tensor:
+        xs, order, offsets = torch.ops.moefuse.permute(args[0], args[1], 3)
+        return run(args) + torch.ops.moefuse.combine(xs, args[2], order, offsets, args[1].shape[1], None)[:, :1]
+
+    found = torch.compile(layer, backend=aot_autograd(fw_compiler=seen, bw_compiler=seen))()
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), trained), torch.autograd.grad(layer().sum(), trained))
+    assert {name for name in names if name.startswith("moefuse::experts")}
+    assert {name.endswith("_compiled") for name in names if "experts_backward" not in name} == {device == "cuda"}
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        make_fx(layer)()()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_op_is_the_op() -> None:
+    """The same results, from one reference."""
+    from moefuse.ops import schema
+
+    x, ids, _, w, *_ = Case().args()
+    xs, order, offsets = torch.ops.moefuse.permute(x, ids, w[0].shape[0])
+    for found, right in zip(torch.ops.moefuse.permute_compiled(x, ids, w[0].shape[0]), (xs, order, offsets), strict=True):
+        assert torch.equal(found, right)
+    for name in schema.COMPILED:
+        op, compiled = (getattr(torch.ops.moefuse, n).default._schema for n in (name, f"{name}_compiled"))
+        assert str(op).partition("(")[2] == str(compiled).partition("(")[2]
