@@ -80,8 +80,8 @@ def test_a_graph_of_make_fx_says_what_it_cannot() -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_ops_below_autograd_in_a_graph(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the graph is for Inductor, on CUDA (here a CPU that stands for it), no op has an entry at autograd that is Python; gradients are
-    the same, and a graph of who differentiates it himself keeps the ops that refuse that."""
+    """Where the graph is for Inductor, on CUDA (here a CPU that stands for it), no op has an entry at autograd that is Python; gradients
+    are the same, and a graph of who differentiates it himself keeps the ops that refuse that."""
     from torch._dynamo.backends.common import aot_autograd
 
     from moefuse.ops import schema

@@ -364,6 +364,29 @@ def test_a_launch_that_only_triton_makes(world: World, monkeypatch: pytest.Monke
     assert (len(world.python), world.known, len(told)) == (4, 0, 1)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), LookupError("of its own"), RuntimeError("no kernel")], ids=repr)
+def test_exceptions_are_those_of_the_function(error: BaseException, world: World) -> None:
+    """While it is met, and while it is recorded: another one does as well for who catches it by its class."""
+    from moefuse.kernels.triton.launch.recorded import recorded
+
+    fails = [True]
+
+    @recorded
+    def call(x: Tensor) -> Any:
+        if fails[0]:
+            raise error
+        return choose(x)[0]
+
+    for _ in range(3):
+        with pytest.raises(type(error)) as raised:
+            call(draw(0, T, E))
+        assert raised.value is error
+    fails[0] = False
+    for _ in range(3):
+        assert torch.equal(call(draw(0, T, E)), draw(0, T, E).topk(K).values)
+    assert (world.known, len(world.launched)) == (1, 2)
+
+
 def test_operations_of_torch(world: World) -> None:
     """Between launches: products, copies, zeros, views of what was made and of arguments, also as another dtype."""
     from moefuse.kernels.triton.launch.recorded import recorded

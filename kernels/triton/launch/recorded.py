@@ -39,6 +39,7 @@ _results: dict[int, Any] = {}
 """What each returned, with slots for tensors."""
 _next = itertools.count()
 _lock = threading.Lock()
+_raised = threading.local()
 
 
 def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +57,12 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
             what = _numbers.get(key)
             if what is None:
                 what = _number(key, function, args)
-            found = torch.ops.moefuse.recorded.default(tensors, what)
+            try:
+                found = torch.ops.moefuse.recorded.default(tensors, what)
+            except RuntimeError:
+                if (error := _raised.__dict__.pop("error", None)) is None:
+                    raise
+                raise error from None  # as the function raised it: through C++ it has lost its class
             return replaced(Slot, found.__getitem__, _results[what])
 
     return wrapper
@@ -90,7 +96,11 @@ def _number(key: Any, function: Callable[..., Any], args: Any) -> int:
 def _again(tensors: Sequence[Tensor], what: int) -> list[Tensor]:
     """The op: the function of its arguments."""
     function, args = _whats[what]
-    out = function(*replaced(Slot, tensors.__getitem__, args))
+    try:
+        out = function(*replaced(Slot, tensors.__getitem__, args))
+    except BaseException as error:
+        _raised.error = error
+        raise
     slots = itertools.count()
     _results[what] = replaced(Tensor, lambda _: Slot(next(slots)), out)
     return tensors_of(out)
