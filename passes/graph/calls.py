@@ -28,6 +28,7 @@ _ALIASES = {
     "swapdims": "transpose", "moveaxis": "movedim", "absolute": "abs", "negative": "neg", "clip": "clamp", "clip_": "clamp_",
     "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne", "invert": "bitwise_not",
     "inv": "bitwise_not", "logical_not": "bitwise_not", "and_": "bitwise_and", "logical_and": "bitwise_and", "or_": "bitwise_or",
+    "logical_or": "bitwise_or",
     "radd": "add", "rmul": "mul", "view_as": "view_as", "sigmoid_": "sigmoid_", "max": "max", "_grouped_mm": "grouped_mm",
     "grouped_mm_fallback": "grouped_mm", "argwhere": "nonzero", "type": "to", "type_as": "type_as", "scaled_mm": "scaled_mm",
     "bfloat16": "to", "half": "to", "float": "to", "double": "to", "long": "to", "int": "to", "bool": "to",

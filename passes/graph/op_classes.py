@@ -52,8 +52,14 @@ BINARY = "add sub mul div pow maximum minimum remainder fmod atan2 rsub".split()
 TERNARY = "addcmul addcdiv lerp".split()
 """Pointwise functions of three tensors."""
 
-CONDITIONS = frozenset("eq ne gt ge lt le bitwise_and bitwise_or bitwise_not isnan isfinite".split())
+JOINTS = frozenset("bitwise_and bitwise_or bitwise_not".split())
+"""Of booleans, one condition out of several; of anything else, something else."""
+
+CONDITIONS = JOINTS | frozenset("eq ne gt ge lt le isnan isinf isfinite".split())
 """Booleans of numbers where they stand: who computes one again has the same."""
+
+PICKS = frozenset(("where", "masked_fill"))
+"""Of two values the one that a condition says, element by element."""
 
 SCORES = frozenset("softmax sigmoid log_softmax tanh to".split())
 """What stands between a router's projection and its choice, and leaves every score where it is."""

@@ -13,19 +13,20 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.matmuls import READ, operands
-from moefuse.passes.graph.op_classes import BINARY, CASTS, RESHAPES, TERNARY, TURNS, UNARY
+from moefuse.passes.graph.op_classes import BINARY, CASTS, CONDITIONS, PICKS, RESHAPES, TERNARY, TURNS, UNARY
 from moefuse.passes.graph.sharded import is_root
 from moefuse.passes.graph.sizes import same, same_shape, shape_of
+from moefuse.passes.graph.values import is_boolean
 from moefuse.passes.infer.feature_slices import piece
 from moefuse.passes.infer.joined_features import joined
-from moefuse.passes.infer.operands import padded, real, scalar
+from moefuse.passes.infer.operands import is_condition, padded, real, scalar
 from moefuse.passes.infer.state import Context
 from moefuse.passes.infer.unpacking import is_unpacked
 from moefuse.passes.ir.axes import Atom, Axes, align, fresh
 from moefuse.passes.ir.expr import Cast, Expr, Leaf, Linear, Op, SharedVector, SlotWeight, Token, has_linear, weight_leaves
-from moefuse.passes.ir.facts import Column, Domain, RowNumber, Rows, Table, View, Weight
+from moefuse.passes.ir.facts import Column, Domain, Fill, RowNumber, Rows, Table, View, Weight
 
-_POINTWISE = frozenset((*UNARY, *BINARY, *TERNARY))
+_POINTWISE = CONDITIONS | PICKS | frozenset((*UNARY, *BINARY, *TERNARY))
 
 
 def cone(ctx: Context, output: Node, reader: Node) -> set[Node]:
@@ -152,6 +153,9 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
         return go(first) if isinstance(first, Node) else None
     if call.name in _POINTWISE:
         return _pointwise(node, go, call)
+    if call.name in ("zeros_like", "ones_like", "full_like"):
+        fill = ctx.facts.get(node)
+        return Op(node, "full_like", (go(call.args[0]), fill.value), (("dtype", value.dtype),)) if isinstance(fill, Fill) else None
     if call.name == "cat" and isinstance(first, tuple | list) and _last(call, value.dim()):
         return joined(ctx, node, [go(part) for part in first])
     if call.name in ("getitem", "select"):
@@ -167,6 +171,8 @@ def _last(call: Call, rank: int) -> bool:
 
 def _pointwise(node: Node, go: Any, call: Call) -> Expr | None:
     items = []
+    if (call.name in CONDITIONS and not is_condition(node, call)) or (call.name == "where" and not is_boolean(call.args[0])):
+        return None
     if call.kwargs.keys() == {"other"}:  # ``torch.mul(x, other=w)``
         call = Call(call.name, (*call.args, *call.kwargs.values()), {})
     for a in (*call.args, *call.kwargs.values()):

@@ -8,13 +8,20 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.calls import fake, tensor
+from moefuse.passes.graph.calls import Call, fake, tensor
+from moefuse.passes.graph.op_classes import JOINTS
 from moefuse.passes.graph.sizes import same, shape_of
+from moefuse.passes.graph.values import is_boolean
 from moefuse.passes.infer.gates import gate
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.axes import Atom, Axes, Axis, align, atoms, extent, fresh
 from moefuse.passes.ir.expr import ExpertVector, Expr, Leaf, SharedVector, SlotWeight, Token
 from moefuse.passes.ir.facts import Column, Domain, RowNumber, Rows, Table, View, Weight
+
+
+def is_condition(node: Node, call: Call) -> bool:
+    """Whether an operation gives conditions for elements, as it does when it is run again: not ``logical_and`` of numbers, nor ``gt_``."""
+    return is_boolean(node) and (call.name not in JOINTS or all(map(is_boolean, node.all_input_nodes)))
 
 
 def padded(axes: Axes, rank: int) -> Axes:

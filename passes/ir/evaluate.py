@@ -60,6 +60,11 @@ def unnested(parts: Sequence[torch.Tensor], every: int) -> torch.Tensor:
     return torch.gather(table, -1, codes.long()) * wide + offset.unsqueeze(-1)
 
 
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    """Numbers in float64; conditions as they are, which is what picks by them."""
+    return value if value.dtype == torch.bool else value.double()
+
+
 class Rows64:
     """Values of the leaves for the rows of one expert, in float64.
 
@@ -144,9 +149,9 @@ class Rows64:
     def _run(self, expr: Expr) -> Any:
         match expr:
             case Token():
-                return self.values(expr.source).reshape(-1, expr.width)[self.slots if expr.by_slot else self.tokens].double()
+                return _wide(self.values(expr.source).reshape(-1, expr.width)[self.slots if expr.by_slot else self.tokens])
             case SlotWeight():
-                return self.values(expr.source).reshape(-1, 1)[self.slots].double()
+                return _wide(self.values(expr.source).reshape(-1, 1)[self.slots])
             case Gate():
                 return self._gate(expr)
             case Linear(weight=Leaf(held=Held() as held)):
@@ -157,11 +162,11 @@ class Rows64:
                 return self.weight(expr.vector)
             case SharedVector():
                 value = self.values(expr.source)
-                return value.double() if isinstance(value, torch.Tensor) else value
+                return _wide(value) if isinstance(value, torch.Tensor) else value
             case Slice():
                 return self.run(expr.child)[:, expr.start : expr.start + expr.step * expr.length : expr.step]
             case Cast():
-                return self.run(expr.child)
+                return self.run(expr.child).double() if expr.counts else self.run(expr.child)
             case Op(name="dropout"):
                 return self.run(expr.args[0])  # a proof is without draws
             case Op():
@@ -173,7 +178,7 @@ class Rows64:
         if expr.ones:
             return torch.ones(len(self.tokens), 1, dtype=torch.float64, device=self.tokens.device)
         if expr.slots:
-            return self.values(expr.source).reshape(-1, 1)[self.slots].double()
+            return _wide(self.values(expr.source).reshape(-1, 1)[self.slots])
         table = self.values(expr.source)
         table = table.reshape(len(table), -1).T if expr.turned else table.reshape(-1, table.shape[-1])
         return table[self.choices, self.expert][:, None].double()

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from moefuse.ops.meaning.encoding import Encoding
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.values import is_boolean
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,8 +198,13 @@ class Cast(Expr):
 
     @property
     def rounds(self) -> bool:
-        """Whether it does no more than round: not where it truncates to integers, or keeps eight bits."""
-        return self.dtype.is_floating_point and self.dtype.itemsize > 1
+        """Whether it does no more than round: not where it truncates to integers, keeps eight bits, or makes numbers of conditions."""
+        return self.dtype.is_floating_point and self.dtype.itemsize > 1 and not self.counts
+
+    @property
+    def counts(self) -> bool:
+        """Whether it makes numbers, 1 and 0, of conditions."""
+        return self.dtype != torch.bool and is_boolean(self.child.node)
 
     @property
     def children(self) -> tuple[Expr, ...]:

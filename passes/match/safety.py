@@ -94,7 +94,7 @@ def _bound_again(ctx: Context, region: Region, nodes: set[Node]) -> set[Node]:
 def _casts(ctx: Context, region: Region) -> Lost | None:
     """Templates look through casts that round. Behind one that does more, 16 bits would hide how far the fused op is off."""
     exprs = [region.expr] if region.rest is None else [region.expr, region.rest.expr]
-    cast = next((e for expr in exprs for e in walk(expr) if isinstance(e, Cast) and not e.rounds), None)
+    cast = next((e for expr in exprs for e in walk(expr) if isinstance(e, Cast) and not e.rounds and not e.counts), None)
     return (
         None
         if cast is None

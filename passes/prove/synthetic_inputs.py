@@ -143,8 +143,10 @@ class Inputs:
         return self.weight(root) if is_gathered(root) else self.known.get(root)
 
     def random(self, of: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Normal values in the shape, dtype and device of a fake tensor."""
+        """Normal values in the shape, dtype and device of a fake tensor; of conditions half are true."""
         shape = [int(hint(s)) for s in of.shape]
+        if of.dtype == torch.bool:
+            return (torch.rand(shape, generator=self.generator) < 0.5).to(of.device)
         if not of.dtype.is_floating_point:
             return torch.zeros(shape, dtype=of.dtype, device=of.device)
         return (torch.randn(shape, generator=self.generator) * scale).to(device=of.device, dtype=of.dtype)
@@ -169,7 +171,8 @@ class Inputs:
             if isinstance(e, Gate) and not e.ones and not e.slots:
                 out[e.source] = self.table(ids, experts, e.source, turned=e.turned)
             elif isinstance(e, SlotWeight) or (isinstance(e, Gate) and e.slots):
-                out[e.source] = self.random(fake(e.source)).abs().clamp(0.1, 2.0)
+                drawn = self.random(fake(e.source))
+                out[e.source] = drawn if drawn.dtype == torch.bool else drawn.abs().clamp(0.1, 2.0)
             elif isinstance(e, Token) and e.source not in out:
                 out[e.source] = self.random(fake(e.source))
         if region.base is not None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.programs import catalogue, check
+from tests.programs.bodies import FORMS
 from tests.programs.program import Body, Dense, Noise, Program, Routing, Slots, Sorted, Store, invalid
 from tests.strategies import FEW, PHASES, SPELLINGS, programs
 
@@ -40,6 +41,16 @@ def test_catalogue(entry: catalogue.Entry) -> None:
 @pytest.mark.parametrize("entry", _FULL, ids=lambda entry: entry.name)
 def test_through_inductor(entry: catalogue.Entry) -> None:
     check.check_program(entry.program, full=True)
+
+
+@pytest.mark.every_value
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("gating", ["plain", "merged"])
+@pytest.mark.parametrize("form", range(FORMS["leaky_by_hand"]))
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda cls: cls.__name__.lower())
+def test_conditions_in_every_domain(spelling: type[Any], form: int, gating: Any) -> None:
+    outcome = check.check_program(Program(spelling(), body=Body(gating=gating, activation="leaky_by_hand", form=form), tokens=(9,)))
+    assert [f.tier for f in outcome.fused] == ["grouped"]
 
 
 _CANCELS = {

@@ -53,6 +53,7 @@ SPELLINGS: list[tuple[Callable[..., Any], str, bool]] = [
     (lambda ids: torch.not_equal(ids, 1), "ne", False),
     (lambda ids: ~(ids == 1), "bitwise_not", False),
     (lambda ids: torch.logical_not(ids == 1), "bitwise_not", False),
+    (lambda ids: torch.logical_or(ids == 1, ids == 2), "bitwise_or", False),
     (lambda ids: torch.argwhere(ids), "nonzero", False),
     (lambda ids: ids // 2, "floor_divide", False),
 ]

@@ -402,6 +402,17 @@ POINTWISE: list[tuple[str, Function, str]] = [
     ("layer_norm", lambda h: F.layer_norm(h, (I,)), "layer_norm({h}, (11,), eps=1e-05)"),
     ("no_dropout", lambda h: F.dropout(h, 0.5, training=False), "{h}"),
     ("in_place", lambda h: F.silu(h, inplace=True), "silu({h})"),
+    ("picked", lambda h: torch.where(h > 0, h, h * 0.1), "where(gt({h}, 0), {h}, mul({h}, 0.1))"),
+    ("or_zeros", lambda h: torch.where(h > 0, h, torch.zeros_like(h)), "where(gt({h}, 0), {h}, full_like({h}, 0.0))"),
+    ("times_a_condition", lambda h: h * (h >= 0), "mul({h}, ge({h}, 0))"),
+    ("its_numbers", lambda h: h * (h != 0).to(h.dtype), "mul({h}, ne({h}, 0).to(float32))"),
+    (
+        "filled",
+        lambda h: h.masked_fill(h.isnan() | ~(h < 1), 0.0),
+        "masked_fill({h}, bitwise_or(isnan({h}), bitwise_not(lt({h}, 1))), 0.0)",
+    ),
+    ("both", lambda h: torch.where((h > 0) & (h == 2), 0.0, h), "where(bitwise_and(gt({h}, 0), eq({h}, 2)), 0.0, {h})"),
+    ("above_the_mean", lambda h: h * (h > h.mean(-1, keepdim=True)), "mul({h}, gt({h}, mean({h}, dim=-1, keepdim=True)))"),
 ]
 
 
@@ -467,6 +478,12 @@ LOST: list[tuple[str, Function, str]] = [
     ("cumsum", lambda h: h.cumsum(0), "not-row-local"),
     ("sort", lambda h: h.sort(0)[0], "no-rule"),
     ("detach", lambda h: h.detach(), "no-rule"),
+    ("above_the_mean_of_tokens", lambda h: torch.where(h > h.mean(0), h, 0.1 * h), "not-row-local"),
+    ("any_token", lambda h: torch.where((h > 0).any(0), h, 0.1 * h), "no-rule"),
+    ("so_many_tokens", lambda h: torch.where((h > 0).sum(0) > 2, h, 0.1 * h), "not-row-local"),
+    ("numbers_as_conditions", lambda h: h * torch.logical_and(h, h), "no-rule"),
+    ("no_numbers_as_conditions", lambda h: h * torch.logical_not(h), "no-rule"),
+    ("numbers_for_conditions", lambda h: h.gt_(0), "no-rule"),
 ]
 
 
@@ -506,6 +523,11 @@ BEHIND: list[tuple[str, Function, str]] = [
     ("stack", lambda x, ids, w_up: behind(F.linear(x, w_up[1]), ids), "linear(token(x), w_up)"),
     ("own", lambda x, ids, one: behind(F.silu(F.linear(x, one)), ids), "silu(linear(token(x), one))"),
     ("two", lambda x, ids, one, two: behind(F.linear(F.linear(x, one), two), ids), "linear(linear(token(x), one), two)"),
+    (
+        "picked",
+        lambda x, ids, one: behind((h := F.linear(x, one)).masked_fill(h < 0, 0.0) + torch.zeros_like(h), ids),
+        "add(masked_fill({h}, lt({h}, 0), 0.0), full_like({h}, 0.0, dtype=torch.float32))".replace("{h}", "linear(token(x), one)"),
+    ),
     ("in the middle", lambda x, ids, one, two: F.linear(behind(F.linear(x, one), ids), two), "linear(linear(token(x), one), two)"),
     ("mask", lambda x, ids, one: F.linear(x, one)[(ids == 1).any(-1)], "linear(token(x), one)"),
     ("mask, stack", lambda x, ids, w_up: F.linear(x, w_up[1])[(ids == 1).any(-1)], "linear(token(x), w_up)"),

@@ -49,6 +49,11 @@ POINTWISE: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
     "identity": (lambda x: x,),
     "quick_gelu": (lambda x: x * torch.sigmoid(1.702 * x),),
     "relu_of_square": (lambda x: F.relu(x.square() - 0.1),),
+    "leaky_by_hand": (
+        lambda x: torch.where(x > 0, x, x * 0.1),
+        lambda x: x * (x > 0) + 0.1 * x * (x <= 0).to(x.dtype),
+        lambda x: x.masked_fill(x < 0, 0.0) + torch.where(~(x < 0), torch.zeros_like(x), 0.1 * x),
+    ),
     "tanh_mix": (lambda x: torch.tanh(x) + 0.1 * x, lambda x: x.tanh().add(x, alpha=0.1)),
 }
 LIMIT, ALPHA = 0.5, 1.702

@@ -1,4 +1,7 @@
-"""Comparisons: of ids, which become expert-id masks, and of numbers of slots, which say whether an expert has any."""
+"""Comparisons: of ids, which become expert-id masks, and of numbers of slots, which say whether an expert has any.
+
+``rows/conditions.py`` registers them, and what follows from masks: an expert's rows are compared by the same operations.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.axes import Atom, Axes
 from moefuse.passes.ir.facts import Column, Counts, Finding, Hit, Mask, Range, Rows, Sorted, Span, Table
-from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import slot_masks, sparse_entries
 from moefuse.passes.rules.routing.ids import as_ids, role_axes
 from moefuse.passes.rules.routing.masks import on_not, settled, slot_table
@@ -20,7 +22,6 @@ from moefuse.passes.rules.routing.offsets import compared_spans
 from moefuse.passes.rules.routing.sort import beyond
 
 
-@rule("eq", "ne")
 def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Finding:
     b = other
     negated = ctx.calls[node].name == "ne"  # type: ignore[union-attr]
@@ -81,7 +82,6 @@ def _of_slot(ctx: Context, node: Node, column: Column, other: Any, negated: bool
     return None if axes is None else slot_table(ctx, node, column, axes, None, negated)
 
 
-@rule("gt", "ge", "lt", "le")
 def on_bound(ctx: Context, node: Node, x: Any, bound: Any) -> Finding:
     fact, name = ctx.fact(x), ctx.calls[node].name  # type: ignore[union-attr]
     if isinstance(fact, Sorted):

@@ -101,7 +101,6 @@ def settled(ctx: Context, node: Node, mask: Mask) -> Mask | Table:
     return replace(mask_table(ctx, node, mask, mask.axes), negated=mask.negated)
 
 
-@rule("bitwise_not", "logical_not")
 def on_not(ctx: Context, node: Node, x: Node) -> Finding:
     fact = ctx.fact(x)
     if isinstance(fact, Hit):

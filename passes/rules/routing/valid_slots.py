@@ -18,7 +18,6 @@ from moefuse.passes.infer.operands import padded
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Axes
 from moefuse.passes.ir.facts import Column, Mask, Routing, Table, View
-from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import sparse_entries
 from moefuse.passes.rules.routing.ids import is_slot_weight
 from moefuse.passes.rules.routing.masked_slots import dropped
@@ -31,7 +30,6 @@ class _Valid:
     of: dict[tuple[Routing, Node], Routing] = field(default_factory=dict)
 
 
-@rule("bitwise_and")
 def on_and(ctx: Context, node: Node, a: Any, other: Any) -> Mask | Table | None:
     x, y = ctx.fact(a), ctx.fact(other)
     if isinstance(x, Mask | Table) and isinstance(y, Mask | Table):

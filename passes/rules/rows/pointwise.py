@@ -14,6 +14,7 @@ from moefuse.passes.graph.calls import call_of, tensor
 from moefuse.passes.graph.named import named, placed
 from moefuse.passes.graph.op_classes import CASTS, PRODUCTS, RANDOM, SHAPED, TERNARY, UNARY
 from moefuse.passes.graph.sizes import same
+from moefuse.passes.graph.values import is_boolean
 from moefuse.passes.infer.cone import cone_rows
 from moefuse.passes.infer.operands import beside, joined, leaf, padded, real, scalar, symbol
 from moefuse.passes.infer.routings import shared_routing
@@ -86,15 +87,16 @@ def row_local(ctx: Context, node: Node, args: tuple[Any, ...], kwargs: dict[str,
             "experts-differ", node, expert="?", detail="rows of different experts or layers meet in one operation"
         )
     axes = joined([r.axes for r in rows], len(out_shape(node)))
+    like = next((r.expr for r in rows if not is_boolean(r.expr.node)), rows[0].expr)
     new: list[Any] = []
     for value in args:
-        item = operand(ctx, node, axes, domain, value, rows[0].expr)
+        item = operand(ctx, node, axes, domain, value, like)
         if isinstance(item, Lost):
             return item
         new.append(item)
     options = []
     for key, value in kwargs.items():
-        item = operand(ctx, node, axes, domain, value, rows[0].expr)
+        item = operand(ctx, node, axes, domain, value, like)
         if isinstance(item, Lost):
             return item
         options.append((key, item))

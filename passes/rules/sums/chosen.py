@@ -1,4 +1,7 @@
-"""What stands where the mask of an expert chose, and something else elsewhere: routing weights, an expert's rows, a sum with its rows."""
+"""What stands where the mask of an expert chose, and something else elsewhere: routing weights, an expert's rows, a sum with its rows.
+
+Where a condition is of the rows themselves, it is a part of what the expert computes.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import same
+from moefuse.passes.graph.values import is_boolean
 from moefuse.passes.infer.operands import leaf
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.expr import Op
@@ -17,7 +21,7 @@ from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import slot_masks
 from moefuse.passes.rules.routing.absent import zeroed
 from moefuse.passes.rules.routing.masks import constant, mask_table, masked, on_nonzero
-from moefuse.passes.rules.rows.pointwise import domain_of, expert_output, gated
+from moefuse.passes.rules.rows.pointwise import domain_of, expert_output, gated, row_local
 from moefuse.passes.rules.sums.add import add_to_sum
 
 
@@ -30,7 +34,8 @@ def on_where(ctx: Context, node: Node, condition: Node, a: Any = None, b: Any = 
         return slot_masks.kept(ctx, fact, *((b, a) if fact.negated else (a, b)))
     if not isinstance(fact, Mask | Table):
         kept, zero = (b, a) if isinstance(ctx.fact(b), Rows) else (a, b)
-        return zeroed(ctx, node, kept, condition, where=kept is b) if constant(ctx, zero) == 0 else None
+        left = zeroed(ctx, node, kept, condition, where=kept is b) if constant(ctx, zero) == 0 else None
+        return _picked(ctx, node, condition, (condition, a, b)) if left is None else left
     keep, other = (b, a) if fact.negated else (a, b)
     return _chosen(ctx, node, fact, keep, other)
 
@@ -41,8 +46,14 @@ def on_masked_fill(ctx: Context, node: Node, x: Node, mask: Node, value: Any) ->
     if isinstance(fact, SlotMask):
         return slot_masks.kept(ctx, fact, x, value) if fact.negated else None
     if not isinstance(fact, Mask | Table):
-        return zeroed(ctx, node, x, mask) if constant(ctx, value) == 0 else None
+        left = zeroed(ctx, node, x, mask) if constant(ctx, value) == 0 else None
+        return _picked(ctx, node, mask, (x, mask, value)) if left is None else left
     return _chosen(ctx, node, fact, x, value) if fact.negated else None
+
+
+def _picked(ctx: Context, node: Node, condition: Node, values: tuple[Any, ...]) -> Finding:
+    """What an expert picks by a condition of its own rows: ``where(h > 0, h, 0.1 * h)``."""
+    return row_local(ctx, node, values, {}) if isinstance(ctx.fact(condition), Rows) and is_boolean(condition) else None
 
 
 def _chosen(ctx: Context, node: Node, fact: Mask | Table, keep: Any, other: Any) -> Finding:
