@@ -37,6 +37,9 @@ _ALIASES = {
 #: operations on arrays of NumPy's, by the names that Dynamo gives them, that are torch's
 _ALIASES |= {f"wrapped_{name}": name for name in "cumsum getitem item eq ne lt le gt ge add sub".split()}
 
+#: what they are of two tensors, element by element
+_OF_TWO = {"max": "maximum", "min": "minimum"}
+
 #: where operators have the names that rules know; the last one is a grouped product that its library registers
 _NAMESPACES = frozenset(("aten", "prims", "transformers"))
 
@@ -105,7 +108,19 @@ def call_of(node: Node, targets: tuple[Node, ...] | None = None) -> Call | None:
         name = _ALIASES.get(name[:-1], name[:-1])
     if isinstance(op, _torch_private.OpOverload | _torch_private.OpOverloadPacket):
         name, args, kwargs = as_function(name, args, kwargs)
+    if name == "where":
+        args = _condition_first(node, args, kwargs)
+    if name in _OF_TWO and (kwargs.keys() == {"other"} or (len(args) == 2 and tensor(args[1]) is not None)):
+        name = _OF_TWO[name]
     return Call(name, args, kwargs, targets)
+
+
+def _condition_first(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of ``where`` in the function's order: ``x.where(condition, y)`` begins with what is kept, and so do keywords here."""
+    if "condition" in kwargs:
+        return (kwargs.pop("condition"), *args)
+    turned = node.op == "call_method" or not {"input", "self"}.isdisjoint(node.kwargs)
+    return (args[1], args[0], *args[2:]) if turned else args
 
 
 def module_path(node: Node) -> str:

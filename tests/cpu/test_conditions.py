@@ -56,6 +56,8 @@ def _two_sides(h: Tensor) -> Tensor:
 
 TAKEN: dict[str, Function] = {
     "leaky relu": lambda h: torch.where(h > 0, h, h * 0.1),
+    "as a method": lambda h: h.where(h > 0, h * 0.1),
+    "by keywords": lambda h: torch.where(condition=h > 0, input=h, other=h * 0.1),
     "or zeros": lambda h: torch.where(h > 0, h, torch.zeros_like(h)),
     "or a number": lambda h: torch.where(h <= 0, -0.5, h),
     "two numbers": lambda h: h * torch.where(h > 0, 1.0, 0.1),
@@ -73,6 +75,8 @@ TAKEN: dict[str, Function] = {
     "clamp": lambda h: torch.clamp(h, min=0) ** 2,
     "torch's own": F.leaky_relu,
     "maximum": lambda h: torch.maximum(h, 0.1 * h),
+    "the larger": lambda h: torch.max(h, 0.1 * h),
+    "the smaller": lambda h: h.min(other=0.1 * h),
     "maximum of zeros": lambda h: torch.maximum(h, torch.zeros_like(h)),
 }
 

@@ -53,6 +53,10 @@ SPELLINGS: list[tuple[Callable[..., Any], str, bool]] = [
     (lambda ids: torch.not_equal(ids, 1), "ne", False),
     (lambda ids: ~(ids == 1), "bitwise_not", False),
     (lambda ids: torch.logical_not(ids == 1), "bitwise_not", False),
+    (lambda x, x2: torch.max(x, x2), "maximum", False),
+    (lambda x, x2: x.min(other=x2), "minimum", False),
+    (lambda x: x.max(-1), "max", False),
+    (lambda x: x.max(), "max", False),
     (lambda ids: torch.logical_or(ids == 1, ids == 2), "bitwise_or", False),
     (lambda ids: torch.argwhere(ids), "nonzero", False),
     (lambda ids: ids // 2, "floor_divide", False),
@@ -73,6 +77,27 @@ def test_keywords_of_the_first_argument_come_first() -> None:
     assert call is not None
     assert [str(a) for a in call.args] == ["x"]
     assert list(call.kwargs) == ["other"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, x2: torch.where(x > 0, x, x2),
+        lambda x, x2: x.where(x > 0, x2),
+        lambda x, x2: x.where(condition=x > 0, other=x2),
+        lambda x, x2: torch.where(x > 0, input=x, other=x2),
+        lambda x, x2: torch.where(condition=x > 0, input=x, other=x2),
+        lambda x, x2: torch.ops.aten.where.self(x > 0, x, x2),
+    ],
+)
+def test_a_condition_comes_first(function: Callable[..., Any]) -> None:
+    """What is kept comes first of a method, and of the keywords of the function."""
+    traced = trace(function)
+    call = call_of(traced.returned)
+    assert call is not None
+    assert call.name == "where"
+    condition, *kept = call.args
+    assert (call_of(condition).name, [str(v) for v in (*kept, *call.kwargs.values())]) == ("gt", ["x", "x2"])  # type: ignore[union-attr]
 
 
 def test_casts_by_name_carry_their_dtype() -> None:

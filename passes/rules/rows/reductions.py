@@ -67,7 +67,7 @@ def on_reduction(
 
 @rule("max", "min")
 def on_extreme(ctx: Context, node: Node, x: Node) -> Finding:
-    """The largest value of all rows. (Of two tensors it is an operation on each element; along a dimension it has two results.)"""
+    """The largest value of all rows. (Of two tensors it is ``maximum``; along a dimension it has two results.)"""
     return over_features(ctx, node, x, None)
 
 
