@@ -62,7 +62,7 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
     if bounds - {region.num_experts}:
         return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
     whole = _spanned(ctx, replace(region, expr=uncast(ctx, region.expr)))
-    checks = (transformed, _mixed, encoded, _casts, _draws, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
+    checks = (transformed, _mixed, encoded, _casts, _draws, _feeds_itself, _types, _modes, _mutations, _spoiled, _escapes)
     problems = (check(ctx, whole) for check in checks)
     return next((problem for problem in problems if problem is not None), whole)
 
