@@ -329,6 +329,10 @@ def test_what_cannot_be_recorded_runs_in_python(world: World) -> None:
     def torch_alone(x: Tensor) -> Tensor:
         return x * x
 
+    def twice(x: Tensor) -> Any:
+        values, _ = choose(x)
+        return values, values
+
     for function, reason in (
         (reads, "waits for the device"),
         (counted, "waits for the device"),
@@ -336,6 +340,7 @@ def test_what_cannot_be_recorded_runs_in_python(world: World) -> None:
         (foreign, "from elsewhere"),
         (found, "from elsewhere"),
         (torch_alone, "nothing is launched"),
+        (twice, "returned twice"),
     ):
         world.reset()
         call, said = recorded(function), list[list[str]]()

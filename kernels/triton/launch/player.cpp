@@ -99,7 +99,7 @@ struct Kind {
   bool hopeless = false;
   std::vector<std::shared_ptr<const Record>> records;
 };
-constexpr size_t MOST_KINDS = 1 << 14, MOST_RECORDS = 1 << 10;
+constexpr size_t MOST_KINDS = 1 << 14, MOST_RECORDS = 1 << 8;
 
 struct Hash {
   size_t operator()(const Key& key) const {

@@ -156,11 +156,12 @@ def _start() -> None:
         functions += [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (it.launch, it.encode, it.fill, own)]
         player = Player(functions, NAMESPACE, "CUDA", 1)
         player.kept.append(own)
+        for twin in _torch_private.names_of_ops(NAMESPACE):
+            if twin.endswith(TWIN):
+                op = twin.removesuffix(TWIN)
+                player.play(op)
+                player.enable(op, providers.is_ours(op))
         _player = player
-        for op in _torch_private.names_of_ops(NAMESPACE):
-            if op.endswith(TWIN):
-                player.play(op.removesuffix(TWIN))
-        configure()
     except Exception as error:
         # No compiler, a read-only cache folder, a torch without the interface, ...: the Python ops stay.
         log.debug("ops on CUDA are launched from Python: %s", first_line(error))

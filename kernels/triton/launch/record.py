@@ -180,6 +180,8 @@ class Recorder:
             slots = [self.whole(t) for t in tensors_of(result)]
             if not any(step.do == LAUNCH for step in self.steps):
                 self.refuse("nothing is launched")
+            if len({*slots}) < len(slots):
+                self.refuse("one tensor is returned twice")
             return None if self.refusal else written(self, slots, isinstance(result, list))
         except LookupError as error:
             self.refuse(error.args[0])
