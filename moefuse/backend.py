@@ -20,6 +20,7 @@ from moefuse.pipeline import inference_inputs, publish, rewrite
 from moefuse.program.runs import Begun
 from moefuse.replay import calls
 from moefuse.replay.choices import opened
+from moefuse.report import launched
 from moefuse.report.doors import history
 from moefuse.report.quietly import quietly
 from moefuse.report.report import FusionReport
@@ -66,6 +67,7 @@ def backend(
     with _torch_private.random_stream_of(patches):
         report, saved = rewrite.rewrite_and_keep(gm, example_inputs, own, frame)
     missed_layers.watch_lost(report, own)
+    launched.note(report, _torch_private.records_graphs(patches))
     history.record(report)
     with _torch_private.surfacing(FusionError):
         publish.publish(report, own)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import moefuse
 from moefuse.config import Options
 from moefuse.report.report import FusionReport
 from tests.programs.check import Outcome, light
@@ -55,3 +56,27 @@ def test_workspace_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{(fused.workspace or 0) / 2**20:.2g} MiB for 900 tokens" in str(FusionReport(outcome.fused))
     monkeypatch.setattr(chunks, "allowed", lambda: 1 << 20)
     assert 0 < (reported(900).fused[0].workspace or 0) <= 1 << 20
+
+
+def test_calls_that_the_host_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens, on a GPU, launched: a note says what takes the host away. Not of many tokens, not of training, and not where a graph is
+    recorded."""
+    pytest.importorskip("triton")
+    from moefuse.passes.lower import workspace_size
+    from moefuse.report import launched
+
+    def notes(tokens: int, mode: str | None = None, grad: bool = False) -> list[str]:
+        torch._dynamo.reset()
+        with torch.set_grad_enabled(grad):
+            torch.compile(Experts(), backend="moefuse", mode=mode, fullgraph=True)(torch.randn(tokens, 64))
+        report = moefuse.last_report()
+        assert report is not None
+        assert len(report.fused) == 1
+        return [note for note in report.notes if "reduce-overhead" in note]
+
+    assert not notes(8)  # on a CPU nothing is launched
+    monkeypatch.setattr(workspace_size, "DEVICES", {"cpu"})
+    assert notes(8) == [launched.NOTE.format(tokens="8")]
+    assert not notes(8, mode="reduce-overhead")
+    assert not notes(8, grad=True)
+    assert not notes(launched.FEW + 1)
