@@ -329,6 +329,9 @@ def test_what_cannot_be_recorded_runs_in_python(world: World) -> None:
     def torch_alone(x: Tensor) -> Tensor:
         return x * x
 
+    def listed(x: Tensor) -> Any:
+        return choose(torch._foreach_mul([x], [x])[0])[0]
+
     def twice(x: Tensor) -> Any:
         values, _ = choose(x)
         return values, values
@@ -340,6 +343,7 @@ def test_what_cannot_be_recorded_runs_in_python(world: World) -> None:
         (foreign, "from elsewhere"),
         (found, "from elsewhere"),
         (torch_alone, "nothing is launched"),
+        (listed, "it returns a list"),
         (twice, "returned twice"),
     ):
         world.reset()

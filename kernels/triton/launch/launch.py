@@ -73,5 +73,6 @@ class Launch:
         if not INTERPRETED:
             player.start()
         given = self.arguments(tensors)
-        gluon.compile_first(self.kernel, self.grid, given, options)
+        if self.compiled is None:
+            gluon.compile_first(self.kernel, self.grid, given, options)
         self.compiled = self.kernel[self.grid](*given, **options)

@@ -24,17 +24,8 @@ def replaced(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
-def _found(kind: type, value: Any) -> list[Any]:
-    found: list[Any] = []
-    replaced(kind, found.append, value)
-    return found
-
-
 def tensors_of(value: Any) -> list[Tensor]:
     """All tensors in a value."""
-    return [value] if isinstance(value, Tensor) else _found(Tensor, value)
-
-
-def slots_of(value: Any) -> list[Slot]:
-    """All slots in a value."""
-    return _found(Slot, value)
+    found: list[Tensor] = []
+    replaced(Tensor, found.append, value)
+    return found

@@ -53,7 +53,6 @@ class Recorder:
         self.count = 0
         self.steps: list[Step] = []
         self.fixed: dict[int, int] = {}
-        self.values: dict[Any, Any] = {}
         self.kept: list[Any] = []
         self.held: dict[int, torch.dtype] = {}
         self.refusal: str | None = None
@@ -145,6 +144,8 @@ class Recorder:
         elif packet is _ZERO and args[0].is_contiguous():
             self._zero(args[0])
         elif not all(self._viewed(t, tensors_of((args, [*named.values()]))) for t in results):
+            if [str(returned.type) for returned in op._schema.returns] != ["Tensor"] * len(results):
+                raise LookupError("it returns a list, or no tensor")
             names, numbers = operations.call(op, args, named, self.whole)
             made = [-1 if self.find(t) is not None else self._add(t) for t in results]
             reads = [Place(self.whole(t), 0) for t in tensors_of((args, [*named.values()]))]
