@@ -37,6 +37,8 @@ def _lora(tokens: int) -> None:
     args = lora_case.arguments("merged", torch.float32, torch.float32, sizes=lora_case.Sizes(tokens=tokens))
     for recompute in (False, True):
         _trained(ops.experts_extended(*args, scales=lora_case.SCALES, recompute=recompute), *lora_case.tensors(args))
+    with torch.no_grad():
+        ops.experts_extended(*args, scales=lora_case.SCALES)
 
 
 def _coded(tokens: int) -> None:
@@ -88,9 +90,6 @@ ELSEWHERE = {
     "experts_backward_rows": "on GPUs alone",
     "experts_backward_in": "on GPUs alone",
     "experts_backward_out": "on GPUs alone",
-    "experts_infer_general": "another provider of experts_infer",
-    "experts_forward_general": "another provider of experts_forward",
-    "experts_backward_general": "another provider of experts_backward",
 }
 """Operations that are called nowhere here nor in tests/dist/aligned.py, and why."""
 

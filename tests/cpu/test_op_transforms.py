@@ -261,9 +261,7 @@ def test_without_a_tangent_the_kernel_runs() -> None:
 
 BELOW = {
     "experts_infer",
-    "experts_infer_general",
-    "experts_forward_general",
-    "experts_backward_general",
+    "experts_extended_infer",
     "unpacked",
     "ep_local_ids",
     "room",
