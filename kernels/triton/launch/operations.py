@@ -33,6 +33,12 @@ def dtype_code(dtype: torch.dtype) -> int:
     return _CODES[dtype]
 
 
+def types_of(schema: Any) -> list[str]:
+    """The types of an op's arguments, as its schema has them."""
+    arguments = str(schema).partition("(")[2].rpartition(") ->")[0]
+    return [part.split(" ")[0] for part in arguments.replace("*, ", "").split(", ") if part]
+
+
 def call(op: Any, args: Sequence[Any], named: dict[str, Any], slot: Callable[[Tensor], int]) -> tuple[tuple[str, str], list[int]]:
     """(namespace::name and overload; how many arguments, and these) of an operation, whose tensors are in slots.
 
@@ -40,8 +46,7 @@ def call(op: Any, args: Sequence[Any], named: dict[str, Any], slot: Callable[[Te
         LookupError: an argument that C++ cannot hand on.
     """
     schema, numbers = op._schema, []
-    types = [part.split(" ")[0] for part in str(schema).partition("(")[2].rpartition(") ->")[0].replace("*, ", "").split(", ")]
-    for i, (argument, of) in enumerate(zip(schema.arguments, types, strict=True)):
+    for i, (argument, of) in enumerate(zip(schema.arguments, types_of(schema), strict=True)):
         value = args[i] if i < len(args) else named.get(argument.name, argument.default_value)
         numbers += _argument(of, value, slot)
     return (schema.name, schema.overload_name), [len(schema.arguments), *numbers]

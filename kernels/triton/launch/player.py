@@ -19,6 +19,7 @@ import torch
 from moefuse import _torch_private
 from moefuse.errors import first_line
 from moefuse.kernels.triton.launch.driver_launch import SWITCH, driver
+from moefuse.kernels.triton.launch.operations import types_of
 from moefuse.machine import cache_folder, environment, slow_paths
 from moefuse.runtime import providers
 
@@ -68,7 +69,7 @@ class Player:
         Raises:
             RuntimeError: libtorch refused.
         """
-        given = "".join(map(_kind, _types(getattr(getattr(torch.ops, self.name), op).default._schema)))
+        given = "".join(map(_kind, types_of(getattr(getattr(torch.ops, self.name), op).default._schema)))
         number = self.library.moefuse_play(self.name.encode(), op.encode(), self.dispatch.encode(), given.encode())
         if number < 0:
             raise RuntimeError(f"libtorch refused the kernel of {op} (error {-number})")
@@ -92,7 +93,7 @@ class Player:
         """The record of a kind as ``Recorder.finish`` writes it, or None: there is none. ``kept``: memory that it launches from, for good,
         since a launch may be under way whenever it is forgotten."""
         texts = (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
-        words = None if numbers is None else (ctypes.c_int64 * len(numbers))(*(_signed(n) for n in numbers))
+        words = None if numbers is None else (ctypes.c_int64 * len(numbers))(*numbers)
         self.kept.append(kept)
         self.library.moefuse_record(ctypes.c_void_p(kind), words, texts)
 
@@ -103,16 +104,6 @@ class Player:
     def forget(self) -> None:
         """Forget all records."""
         self.library.moefuse_forget()
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
-def _types(schema: Any) -> list[str]:
-    """The types of an op's arguments, as its schema has them."""
-    arguments = str(schema).partition("(")[2].rpartition(") ->")[0]
-    return [part.split(" ")[0] for part in arguments.replace("*, ", "").split(", ") if part]
 
 
 def _kind(of: str) -> str:

@@ -138,17 +138,17 @@ class Recorder:
     def _operation(self, op: Any, args: Sequence[Any], named: dict[str, Any], out: Any) -> None:
         if not _READS.isdisjoint(op.tags) or not isinstance(out, Tensor | list | tuple):
             raise LookupError("it waits for the device")
-        packet, results = op.overloadpacket, tensors_of(out)
+        packet, results, given = op.overloadpacket, tensors_of(out), tensors_of((args, [*named.values()]))
         if packet in _EMPTY | _ZEROS and results[0].device == self.device:
             self._made(results[0], zero=packet in _ZEROS)
         elif packet is _ZERO and args[0].is_contiguous():
             self._zero(args[0])
-        elif not all(self._viewed(t, tensors_of((args, [*named.values()]))) for t in results):
+        elif not all(self._viewed(t, given) for t in results):
             if [str(returned.type) for returned in op._schema.returns] != ["Tensor"] * len(results):
                 raise LookupError("it returns a list, or no tensor")
             names, numbers = operations.call(op, args, named, self.whole)
             made = [-1 if self.find(t) is not None else self._add(t) for t in results]
-            reads = [Place(self.whole(t), 0) for t in tensors_of((args, [*named.values()]))]
+            reads = [Place(self.whole(t), 0) for t in given]
             self.steps.append(Step(CALL, (names, (*numbers, len(made), *made)), [slot for slot in made if slot >= 0], reads))
 
     def _made(self, t: Tensor, zero: bool) -> None:

@@ -59,10 +59,10 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
                 what = _number(key, function, args)
             try:
                 found = torch.ops.moefuse.recorded.default(tensors, what)
-            except RuntimeError:
+            except Exception:
                 if (error := _raised.__dict__.pop("error", None)) is None:
                     raise
-                raise error from None  # as the function raised it: through C++ it has lost its class
+                raise error from None  # as the function raised it: through C++ it may have lost its class
             return replaced(Slot, found.__getitem__, _results[what])
 
     return wrapper

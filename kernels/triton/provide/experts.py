@@ -42,10 +42,9 @@ def experts(call: ExpertsCall) -> Tensor:
 
 def plan_of(call: ExpertsCall) -> AnyPlan:
     """What a call launches; the same for all of its kind."""
-    lists = call.lists
-    tensors = [call.x, call.ids, call.weights, *(t for part in lists for t in part)]
+    tensors, counts, *how = call.pack()
     kinds = [(t.dtype, t.device, t.shape, t.stride(), t.data_ptr() & 15) for t in tensors]
-    key = (call.body, call.out_dtype, tf32_allowed(), *map(len, lists), *kinds)
+    key = (*how, tf32_allowed(), *counts, *kinds)
     found = _PLANS.get(key)
     if found is None:
         form = library.form_for(call) if chunks.allowed() is None else None
