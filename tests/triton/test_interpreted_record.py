@@ -304,6 +304,17 @@ def test_forgotten_with_the_providers(world: World) -> None:
     assert len(world.python) == 4
 
 
+def test_what_is_forgotten_is_gone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that are new in every call do not add up: beyond so many, all that was met goes with the records."""
+    from moefuse.kernels.triton.launch import recorded as calls
+
+    monkeypatch.setattr(calls, "_MOST", len(calls._known) + 2)
+    for k in range(1, E):
+        values, _ = thrice(lambda k=k: choose(draw(0, T, E), k))
+        assert torch.equal(values, draw(0, T, E).topk(k).values)
+        assert len(calls._whats) == len(calls._known) <= calls._MOST
+
+
 def test_what_cannot_be_recorded_runs_in_python(world: World) -> None:
     """An operation that reads values, sizes that follow from values, one that C++ cannot call, a tensor from elsewhere, and a call without
     launches: each says why, and is tried once."""

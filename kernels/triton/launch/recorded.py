@@ -10,7 +10,9 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -26,17 +28,19 @@ _MOST = 1 << 14
 """Numbers in use; beyond, all are dropped (none is used again), and so are the records."""
 
 
-class _What(NamedTuple):
-    """A function and its arguments, with slots for tensors."""
+@dataclass(eq=False)
+class _What:
+    """A function and its arguments, with slots for tensors, and so what it returned."""
 
+    number: int
     function: Callable[..., Any]
     args: Any
+    result: Any = None
 
 
-_numbers: dict[Any, int] = {}
-_whats: dict[int, _What] = {}
-_results: dict[int, Any] = {}
-"""What each returned, with slots for tensors."""
+_known: dict[Any, _What] = {}
+_whats: WeakValueDictionary[int, _What] = WeakValueDictionary()
+"""By their number; a call that is under way keeps its own."""
 _next = itertools.count()
 _lock = threading.Lock()
 _raised = threading.local()
@@ -54,16 +58,14 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
         with _on(tensors[0].get_device()):
             if it is None or not it.plays(OP, tensors[0]):
                 return function(*args)
-            what = _numbers.get(key)
-            if what is None:
-                what = _number(key, function, args)
+            what = _known.get(key) or _met(key, function, args)
             try:
-                found = torch.ops.moefuse.recorded.default(tensors, what)
+                found = torch.ops.moefuse.recorded.default(tensors, what.number)
             except Exception:
                 if (error := _raised.__dict__.pop("error", None)) is None:
                     raise
                 raise error from None  # as the function raised it: through C++ it may have lost its class
-            return replaced(Slot, found.__getitem__, _results[what])
+            return replaced(Slot, found.__getitem__, what.result)
 
     return wrapper
 
@@ -82,27 +84,31 @@ def _key(value: Any, tensors: list[Tensor]) -> Any:
     return (type(value), *[_key(v, tensors) for v in value])
 
 
-def _number(key: Any, function: Callable[..., Any], args: Any) -> int:
-    slots = itertools.count()
+def _met(key: Any, function: Callable[..., Any], args: Any) -> _What:
     with _lock:
-        if len(_numbers) >= _MOST:
-            _numbers.clear()
+        if len(_known) >= _MOST:
+            _known.clear()
             player.forget()
-        number = _numbers[key] = next(_next)
-        _whats[number] = _What(function, replaced(Tensor, lambda _: Slot(next(slots)), args))
-    return number
+        made = _known[key] = _What(next(_next), function, _slotted(args))
+        _whats[made.number] = made
+    return made
+
+
+def _slotted(value: Any) -> Any:
+    """A value with slots for its tensors, in their order."""
+    slots = itertools.count()
+    return replaced(Tensor, lambda _: Slot(next(slots)), value)
 
 
 def _again(tensors: Sequence[Tensor], what: int) -> list[Tensor]:
     """The op: the function of its arguments."""
-    function, args = _whats[what]
+    it = _whats[what]
     try:
-        out = function(*replaced(Slot, tensors.__getitem__, args))
+        out = it.function(*replaced(Slot, tensors.__getitem__, it.args))
     except BaseException as error:
         _raised.error = error
         raise
-    slots = itertools.count()
-    _results[what] = replaced(Tensor, lambda _: Slot(next(slots)), out)
+    it.result = _slotted(out)
     return tensors_of(out)
 
 
