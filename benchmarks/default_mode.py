@@ -15,9 +15,7 @@ of the turns counts; ``ratio`` is the first backend's ``row`` to each one's, tur
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
-import pstats
 import subprocess
 import sys
 import time
@@ -100,21 +98,6 @@ def device_time(step: Callable[[], Any]) -> float:
     return sum(e.self_device_time_total for e in prof.key_averages()) / 3e3
 
 
-def where(step: Callable[[], Any], lines: int) -> str:
-    """The functions in which the host spends a call, by their own time, in microseconds per call."""
-    profile, calls = cProfile.Profile(), 20
-    profile.enable()
-    for _ in range(calls):
-        step()
-    profile.disable()
-    stats: Any = pstats.Stats(profile)
-    rows = sorted(((own, total, n, at) for at, (_, n, own, total, _) in stats.stats.items()), reverse=True)[:lines]
-    return "\n".join(
-        f"  {own / calls * 1e6:8.0f} {total / calls * 1e6:8.0f} us {n / calls:7.0f} calls  {'/'.join(file.split('/')[-2:])}:{line} {name}"
-        for own, total, n, (file, line, name) in rows
-    )
-
-
 def child(args: argparse.Namespace) -> None:
     """Answers each line of standard input: "compile T", "turn" or "end"."""
     import moefuse.backend  # noqa: F401
@@ -138,6 +121,8 @@ def child(args: argparse.Namespace) -> None:
                 step()
             row |= {"device": device_time(step)} if cuda else {}
             if args.profile:
+                from _profile import where
+
                 print(where(step, args.profile), file=sys.stderr, flush=True)
         elif what == "turn":
             row = measured(step, cuda, args.calls)

@@ -6,7 +6,7 @@
 ``layer``: Qwen3-30B-A3B's block (128 experts, 8 a token), T tokens on each rank, outputs checked against the block with all experts;
 times of CUDA graphs, all implementations in turns. ``replicated``: every rank has all experts, and nothing travels. ``train``: forward,
 backward and fused AdamW of a few layers; ``fsdp``: FSDP2 shards everything and gathers experts layer by layer; ``fsdp+ep``: FSDP2 for the
-rest, on the same mesh, experts by ``moefuse.parallelize``; memory per rank. ``model``: 16 layers of Qwen3-30B-A3B, prefill and decode by
+rest, on the same mesh, experts by ``moefuse.parallelize``; memory per rank, and the share of a step in which no kernel runs (``idle``). ``model``: 16 layers of Qwen3-30B-A3B, prefill and decode by
 transformers' ``generate`` with a static cache, each rank with a batch of its own. ``hf all_to_all``: transformers' own expert parallelism,
 which waits for the host, on its grouped products, eager and under Inductor. Figures are the slowest rank's.
 """
@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
+from _profile import kernels, where  # noqa: E402
 from _ranks import PER_GRAPH, head, in_turns, leave, say, start, summary, told  # noqa: E402
 from _timing import by_line, captured  # noqa: E402
 
@@ -238,6 +239,10 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
             times[name] = in_turns({name: (step, 1)}, rounds=args.rounds, repeats=2)[name]
             held = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
             states = states_gib(model, optimizer)
+            idle, waits, table = kernels(step) if device.type == "cuda" else (0.0, 0.0, "")
+            if args.profile:
+                lines = where(step, args.profile)
+                say(f"{lines}\n{table}")
             first = [round(loss.item(), 5) for loss in losses[:3]]
             report = moefuse.last_report()
             results.append(
@@ -249,7 +254,14 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
                     "us": summary(times[name]),
                     "peak_gib": peak,
                 }
-                | {"held_gib": held, "experts_gib": states, "losses": first, "fused": 0 if report is None else len(report.fused)}
+                | {
+                    "held_gib": held,
+                    "experts_gib": states,
+                    "idle": idle,
+                    "no_work": waits,
+                    "losses": first,
+                    "fused": 0 if report is None else len(report.fused),
+                }
             )
             say(results[-1])
             del model, optimizer, step
@@ -280,6 +292,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 4096])
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--profile", type=int, default=0, help="so many lines of where the host is in a step")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

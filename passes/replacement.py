@@ -177,7 +177,7 @@ class _Replacement:
             if where.gathers:
                 return lowered, verdict
             emit.undo()
-            spread = Spread(region, emit, where, None if self.grad else environment.workspace())
+            spread = Spread(region, emit, where, self.grad, environment.workspace())
             new = spread.run()
             self.sharded += spread.travel(new.tier)
             return new, verdict

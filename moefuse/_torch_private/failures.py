@@ -1,7 +1,8 @@
-"""What the C++ ops say when a Python op that they fall back to has failed, in a libtorch that keeps no text (before 2.13).
+"""What the C++ ops say when a Python op that they fall back to has failed, and who wants the exception itself.
 
 The failure passes through libtorch's C interface as a number. So the Python op leaves the text of its exception here, in the form in which
-newer versions give it, and the C++ asks for it (``what`` in kernels/libtorch.h).
+versions from 2.13 on give it, and the C++ asks for it (``what`` in kernels/libtorch.h). C++ has no classes but those of libtorch: what
+comes out of it is a RuntimeError where an exception was of another class, which :func:`as_raised` takes back.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 class _Last(threading.local):
     text = b""
+    error: BaseException | None = None
     asked: Any = None
     """Keeps the answer alive until C++ has copied it."""
 
@@ -30,10 +32,26 @@ def told(op: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return op(*args, **options)
         except BaseException as error:
-            _last.text = f"{type(error).__name__}: {error}".encode()
+            _last.text, _last.error = f"{type(error).__name__}: {error}".encode(), error
             raise
 
     return kernel
+
+
+def as_raised(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose exceptions are those that Python ops raised below the C++ ops in it."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except Exception as error:
+            last, _last.error = _last.error, None
+            if last is None or last is error or str(last) not in str(error):
+                raise
+            raise last from None
+
+    return run
 
 
 def _what() -> int:
@@ -50,4 +68,4 @@ def what() -> int:
     return ctypes.cast(_callback, ctypes.c_void_p).value or 0
 
 
-__all__ = ["told", "what"]
+__all__ = ["as_raised", "told", "what"]

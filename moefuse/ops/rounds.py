@@ -1,11 +1,14 @@
-"""``moefuse::ep_experts``: experts on several ranks as one op, whose tokens travel in rounds so that what arrives stays within a limit.
+"""``moefuse::ep_experts``: experts on several ranks as one op, where nothing is differentiated.
 
     out [T, N] = ep_experts(x [T, H], ids [T, K], weights [T, K], local weights, .., place, slots, terms, layer, limit)
 
-is ``ep_combine(experts(ep_dispatch(..)))``, for inference: P ranks with at most M tokens each would have P * M rows arrive at once. Here
-every rank goes ceil(M / C) rounds, whatever it has: of C tokens each, and behind its last one of padding. C is counted from ``limit`` in
-bytes, sizes and P, which all ranks have alike. A token's result depends on its own data alone, so it is the same bit for bit wherever
-kernels choose their tiles alike. A call that is differentiated is the three ops.
+is ``ep_combine(experts(ep_dispatch(..)))``; a call that is differentiated is these three ops. It runs as ``ep_experts_infer``, all of which
+is one record of launches where rows travel through memory that ranks share (``kernels/triton/launch/record.py``).
+
+With a ``limit`` tokens travel in rounds. P ranks with at most M tokens each would have P * M rows arrive at once: every rank goes
+ceil(M / C) rounds instead, whatever it has, of C tokens each, and behind its last one of padding. C is counted from ``limit`` in bytes,
+sizes and P, which all ranks have alike. A token's result depends on its own data alone, so it is the same bit for bit wherever kernels
+choose their tiles alike.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse._torch_private import never_dead
+from moefuse._torch_private import failures, never_dead
 from moefuse.ops.autograd import below_autograd, ops, wants_grad
-from moefuse.ops.experts import result
+from moefuse.ops.experts import infer, result
 from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.ops.meaning.checks import check_experts
 from moefuse.ops.meaning.composite import flatten
@@ -45,13 +48,14 @@ def bytes_of_a_token(call: ExpertsCall, world: int) -> int:
     return world * (max(row, back) + back)
 
 
-def _kernel(*data: Any, terms: str, layer: str, limit: int, place: Tensor | None = None, slots: int = 0, **options: Any) -> Tensor:
-    known, call = Terms.parse(terms), ExpertsCall.of(*data, **options)
+def _infer(*given: Any) -> Tensor:
+    *packed, place, slots, terms, layer, limit = given
+    known, call = Terms.parse(terms), ExpertsCall.unpack(*packed)
     tokens = call.x.shape[0]
     with peers(known, layer, "ep_experts", [call.x, call.weights, call.ids], place) as running, refusing(running, call.ids):
         _, _, hidden = check_experts(call, "ep_experts")
-        step = tokens_of_a_round(call, known.group.size, limit)
         most = most_tokens(known, tokens)
+        step = most if limit is None else tokens_of_a_round(call, known.group.size, limit)
         if most <= step:
             return _round(replace(known, most=most) if known.most == "any" else known, call, place, slots)
         out = call.x.new_empty((tokens, hidden), dtype=call.out_dtype)
@@ -67,27 +71,43 @@ def _round(terms: Terms, call: ExpertsCall, place: Tensor | None, slots: int) ->
     local = arrived.ids if arrived.local else local_ids(arrived.ids, place, slots, terms.text)
     here, handle = call._replace(x=arrived.rows[0], ids=local, weights=arrived.rows[1]), arrived.handle
     del arrived, local
-    y = ops.experts_infer.default(*here.pack())
+    y = infer(here)
     del here
     return how.give_back(terms, [y], handle, call.x.shape[0])[0]
 
 
-def _fake(*data: Any, terms: str, layer: str, limit: int, place: Tensor | None = None, slots: int = 0, **options: Any) -> Tensor:
+def _infer_fake(*given: Any) -> Tensor:
+    return result(ExpertsCall.unpack(*given[:-5]))
+
+
+def _kernel(
+    *data: Any, terms: str, layer: str, limit: int | None = None, place: Tensor | None = None, slots: int = 0, **options: Any
+) -> Tensor:
+    packed = ExpertsCall.of(*data, **options).pack()
+    return _as_raised(*packed, place, slots, terms, layer, limit)  # type: ignore[no-any-return]
+
+
+_as_raised = failures.as_raised(ops.ep_experts_infer.default)
+
+
+def _fake(*data: Any, terms: str, layer: str, limit: int | None = None, place: Tensor | None = None, slots: int = 0, **options: Any) -> Tensor:
     return result(ExpertsCall.of(*data, **options))
 
 
-def ep_experts(*data: Any, terms: str, layer: str, limit: int, place: Tensor | None = None, slots: int = 0, **options: Any) -> Tensor:
+def ep_experts(
+    *data: Any, terms: str, layer: str, limit: int | None = None, place: Tensor | None = None, slots: int = 0, **options: Any
+) -> Tensor:
     """Autograd entry of ``moefuse::ep_experts``: x [T, H] to [T, N]."""
     if not wants_grad(flatten(data)):
         with below_autograd():
-            return ops.ep_experts.default(  # type: ignore[no-any-return]
-                *data, place=place, slots=slots, terms=terms, layer=layer, limit=limit, **options
-            )
+            return _kernel(*data, terms=terms, layer=layer, limit=limit, place=place, slots=slots, **options)
     x, ids, weights, *lists = data
     rows, scores, local, *handle = ops.ep_dispatch.default([x, weights], ids, place, slots, terms, layer, flatten(lists))
     y = ops.experts.default(rows, local, scores, *lists, **options)
     return ops.ep_combine.default(y, handle, x.shape[0], terms, layer)  # type: ignore[no-any-return]
 
 
-never_dead(torch.ops.moefuse.ep_experts.default)
+for _name in ("ep_experts", "ep_experts_infer"):
+    never_dead(getattr(ops, _name).default)
 implement("ep_experts", kernel=_kernel, fake=_fake, autograd=ep_experts)
+implement("ep_experts_infer", kernel=_infer, fake=_infer_fake, autograd=None)

@@ -72,7 +72,8 @@ SCHEMAS: tuple[str, ...] = (
     "room(Tensor ids) -> Tensor",
     "keep_rows(Tensor h, Tensor offsets, Tensor? room, str terms, str layer) -> Tensor",
     "restore_rows(Tensor kept, Tensor order) -> Tensor",
-    f"ep_experts({_EXPERTS_ARGS}, Tensor? place=None, int slots=0, str terms, str layer, int limit) -> Tensor",
+    f"ep_experts({_EXPERTS_ARGS}, Tensor? place=None, int slots=0, str terms, str layer, int? limit=None) -> Tensor",
+    f"ep_experts_infer({_PACKED}, Tensor? place, int slots, str terms, str layer, int? limit) -> Tensor",
     "ep_send(Tensor[] rows, Tensor[] handle, SymInt arrivals, float scale, str terms, str layer) -> Tensor[]",
     "ep_give_back(Tensor[] rows, Tensor[] handle, SymInt tokens, float scale, str terms, str layer) -> Tensor[]",
     "combine_backward(Tensor grad, Tensor ys, Tensor? weights, Tensor order, Tensor offsets, SymInt top_k, bool[] needs) -> Tensor[]",
@@ -89,7 +90,7 @@ COMPILED = (
 Python, and what AOTAutograd calls is below autograd."""
 COMPILED_ON = ("cuda",)
 """Devices where they are: on a CPU calls cost what they compute."""
-TWINS = frozenset((*ON_CPU, "experts_extended_infer", *(f"{name}_compiled" for name in COMPILED)))
+TWINS = frozenset((*ON_CPU, "experts_extended_infer", "ep_experts_infer", *(f"{name}_compiled" for name in COMPILED)))
 """Ops with a twin, ``_general`` behind the name: the Python that C++ asks for what it does not know. On CUDA it plays all of them
 (kernels/triton/launch/player.py)."""
 

@@ -237,6 +237,8 @@ def _count(op: Node) -> Any:
         return op.args[2]
     if op.target is torch.ops.moefuse.ep_dispatch.default:
         return None
+    if op.target is torch.ops.moefuse.ep_experts.default:
+        return _value(op.kwargs["place"]).shape[0] if op.kwargs["place"] is not None else None
     down: Any = op.args[5]
     return len(down) if len(down) > 1 else _value(down[0]).shape[0]
 

@@ -6,12 +6,14 @@ a cached one is good for every run.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from moefuse.errors import ParallelError
+from moefuse.runtime import providers
 
 Tokens = Literal["distinct", "replicated", "sequence"]
 Transport = Literal["allgather", "all_reduce", "all_to_all", "gather", "rails", "symm"]
@@ -125,11 +127,16 @@ def weight_of(terms: str) -> tuple[str, str]:
 _WEIGHT = "#"
 
 
+FAILED = -1
+"""``FAILED`` in player.cpp."""
+
+
 @dataclass
 class Standing:
     """Whether this process is in step with the others of a group.
 
     Attributes:
+        guard: zero as long as C++ may play calls from their records; :data:`FAILED` after it has failed in the middle of one.
         left: the error after which it is not; empty if it is.
         told: whether the others know.
         first: what is to be checked before the first op, on all ranks alike.
@@ -142,6 +149,12 @@ class Standing:
     first: list[Callable[[], None]] = field(default_factory=list)
     plans: int = 0
     pending: list[Any] = field(default_factory=list)
+
+    guard: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
+
+    def leave(self, error: str) -> None:
+        """After this error the process is not in step any more."""
+        self.left, self.guard.value = error, 1
 
 
 @dataclass(frozen=True)
@@ -190,6 +203,7 @@ def register(name: str, ranks: tuple[int, ...], rank: int, process_group: Any, h
         if found is None or (found.ranks, found.rank) == (ranks, rank):
             before = earlier(process_group)
             standing = Standing() if before is None else before.standing
+            providers.forget_records()  # of a mesh that had this name before
             _groups[known] = Group(known, ranks, rank, process_group, host, hosts, standing)
             return _groups[known]
         number += 1

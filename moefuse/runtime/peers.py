@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefuse.errors import ParallelError, PeerError, first_line
-from moefuse.runtime import pieces
+from moefuse.runtime import pieces, providers
 from moefuse.runtime.debug import compare
-from moefuse.runtime.groups import Terms
+from moefuse.runtime.groups import FAILED, Terms
 from moefuse.runtime.words import LEFT, REFUSED, Call, say, why
 
 _running: contextvars.ContextVar[Call | None] = contextvars.ContextVar("moefuse_running", default=None)
@@ -35,6 +35,8 @@ def peers(terms: Terms, layer: str, op: str, rows: Sequence[Tensor] = (), place:
     pieces.note(op)
     call = Call(terms, layer, op, rows, place)
     _in_step(call)
+    if (recorder := providers.recorder()) is not None:
+        recorder.guard(terms.group.standing.guard)
     token = _running.set(call)
     try:
         with lost_peers(call, f"the mesh {terms.mesh!r}"):
@@ -44,8 +46,8 @@ def peers(terms: Terms, layer: str, op: str, rows: Sequence[Tensor] = (), place:
     except BaseException as error:
         # What every rank raises alike leaves nobody behind.
         if not call.agreed and not isinstance(error, ParallelError):
-            standing = terms.group.standing
-            standing.left, standing.told = first_line(error), isinstance(error, PeerError)
+            terms.group.standing.leave(first_line(error))
+            terms.group.standing.told = isinstance(error, PeerError)
         raise
     finally:
         _running.reset(token)
@@ -54,6 +56,8 @@ def peers(terms: Terms, layer: str, op: str, rows: Sequence[Tensor] = (), place:
 def _in_step(call: Call) -> None:
     """Raises where this rank has left the order of collectives, and tells the others of it once."""
     standing = call.terms.group.standing
+    if standing.guard.value == FAILED:
+        standing.leave("in a call from its record, which raised a RuntimeError")
     if not standing.left:
         return
     if call.terms.tells and not standing.told:

@@ -162,6 +162,12 @@ def _player() -> Any:
     return sys.modules.get("moefuse.kernels.triton.launch.player")
 
 
+def recorder() -> Any:
+    """Who records this thread's call, so that C++ plays it from then on; None if nobody does."""
+    record: Any = sys.modules.get("moefuse.kernels.triton.launch.record")
+    return None if record is None else record.active()
+
+
 def is_ours(op: str) -> bool:
     """Whether calls of an op go to a provider of moefuse first, so that a record may stand for what it does."""
     op = op.removesuffix("_compiled").removesuffix("_infer")

@@ -27,8 +27,10 @@ from moefuse.passes.match.templates import Body, match
 from moefuse.runtime.groups import Terms, weight_of
 from moefuse.spec import Tier
 
-ROUNDS = ("allgather",)
+_ROUNDS = ("allgather",)
 """Transports by which P times the tokens of a rank arrive, and that may travel in parts."""
+_AS_ONE = (*_ROUNDS, "symm")
+"""Transports whose dispatch, experts and combine are one op where nothing is differentiated."""
 
 
 def keeps_less(text: str) -> bool:
@@ -67,10 +69,9 @@ class Sharding:
         """Whether weights are to go to the tokens."""
         return any(Terms.parse(hop.terms).transport == "gather" for hop in self.hops)
 
-    @property
-    def in_rounds(self) -> bool:
-        """Whether all tokens of all ranks would arrive at once, and rounds are of equal sizes on all of them."""
-        return len(self.hops) == 1 and Terms.parse(self.hops[0].terms).transport in ROUNDS
+    def travels_by(self, *transports: str) -> bool:
+        """Whether tokens take one way, which is one of these."""
+        return len(self.hops) == 1 and Terms.parse(self.hops[0].terms).transport in transports
 
     def describe(self, experts: int) -> str:
         """For the report."""
@@ -135,12 +136,15 @@ def _hops(call: Node) -> tuple[tuple[Hop, ...], int]:
 class Spread(Lowering):
     """Builds the replacement of a region whose experts are spread.
 
-    ``limit``: bytes that what arrives of other ranks may take, where nothing is differentiated; None if all of it may come at once.
+    ``grad``: something is differentiated. If nothing is, ``limit``: bytes that what arrives of other ranks may take; None if all of it
+    may come at once.
     """
 
-    def __init__(self, region: Region, emit: Emitter, where: Sharding, limit: int | None = None) -> None:
+    def __init__(self, region: Region, emit: Emitter, where: Sharding, grad: bool, limit: int | None) -> None:
         super().__init__(region, emit)
-        self.where, self.limit = where, limit if where.in_rounds else None
+        self.where = where
+        self.as_one = not grad and where.travels_by(*_AS_ONE)
+        self.limit = limit if self.as_one and where.travels_by(*_ROUNDS) else None
         self.layer = module_path(region.anchor) or "the experts"
         self.arrived: dict[Hashable, Node] = {}
         self.way_back: list[tuple[list[Node], Node, str]] = []
@@ -151,10 +155,10 @@ class Spread(Lowering):
         """For the report: whether a limit is kept."""
         if self.limit is None:
             return ""
-        return ", in rounds" if tier == "fused" else ", all tokens at once"
+        return ", in rounds" if tier == "fused" and self.as_one else ", all tokens at once"
 
     def by_slot(self, region: Region, top_k: int) -> Lowering:
-        return SpreadBySlot(region, self.emit, self.where, top_k, self.limit)
+        return SpreadBySlot(region, self.emit, self.where, top_k, not self.as_one, self.limit)
 
     def either(self) -> Lowered:
         lowered = super().either()
@@ -164,7 +168,9 @@ class Spread(Lowering):
         return replace(lowered, result=result)
 
     def fused(self, body: Body) -> Lowered:
-        if self.limit is None:
+        held = any(p is not None and (p.terms or p.weight.held is not None) for p in body.projections)
+        self.as_one = self.as_one and not held
+        if not self.as_one:
             self.send([(body.token, self.dtype(body.first.weight))], [body.weight])
         groups = 2 if body.gating == "merged" else 1
         for projection, side in ((body.first, 0), (body.up, 0), (body.last, 1)):
@@ -177,15 +183,16 @@ class Spread(Lowering):
         return super().fused(body)
 
     def op(self) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """With a limit, one op that has tokens travel in rounds."""
-        if self.limit is None:
+        """One op that has tokens travel, or that of the experts alone."""
+        if not self.as_one:
             kept = next((hop.terms for hop in self.where.hops if hop.place is not None and keeps_less(hop.terms)), None)
             if kept is None:
                 return super().op()
             room = self.emit(torch.ops.moefuse.room.default, self.ids()) if Terms.parse(kept).bound == "exact" else None
             return torch.ops.moefuse.bounded_experts.default, {"room": room, "terms": kept, "layer": self.layer}
         (hop,) = self.where.hops
-        more = {"place": hop.place, "slots": hop.slots, "terms": hop.terms, "layer": self.layer, "limit": self.limit}
+        more = {"place": hop.place, "slots": hop.slots, "terms": hop.terms, "layer": self.layer}
+        more |= {} if self.limit is None else {"limit": self.limit}
         return torch.ops.moefuse.ep_experts.default, more
 
     def vectors(self, leaf: Leaf | None) -> list[Node]:
@@ -288,8 +295,8 @@ class Spread(Lowering):
 class SpreadBySlot(Spread, BySlot):
     """A region in which every slot is a token of its own."""
 
-    def __init__(self, region: Region, emit: Emitter, where: Sharding, top_k: int, limit: int | None) -> None:
-        Spread.__init__(self, region, emit, where, limit)
+    def __init__(self, region: Region, emit: Emitter, where: Sharding, top_k: int, grad: bool, limit: int | None) -> None:
+        Spread.__init__(self, region, emit, where, grad, limit)
         self.top_k = top_k
 
 

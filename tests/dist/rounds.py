@@ -77,8 +77,9 @@ def in_rounds(rank: int) -> Found:
     here = slice(rank * slots, (rank + 1) * slots)
     mine = (every[rank], ids[rank], weights[rank], [w_in[here]], [], [w_out[here]], [], [], [])
     how: dict[str, Any] = {"place": torch.arange(E, dtype=torch.int32), "slots": slots, "terms": terms, "layer": "first"}
-    small, seen, peak = _measured(lambda: rounds._kernel(*mine, **how, limit=1))
-    whole, once, all_at_once = _measured(lambda: rounds._kernel(*mine, **how, limit=1 << 40))
+    packed = (*ExpertsCall.of(*mine).pack(), *how.values())
+    small, seen, peak = _measured(lambda: rounds._infer(*packed, 1))
+    whole, once, all_at_once = _measured(lambda: rounds._infer(*packed, None))
     assert once == 1
     x, local_weights, local, *handle = _dispatched(mine, how)
     three = ops.ep_combine.default(ops.experts.default(x, local, local_weights, *mine[3:]), handle, len(every[rank]), terms, "first")

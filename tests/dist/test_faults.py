@@ -130,4 +130,4 @@ def test_a_break_inside_of_experts_on_one_rank(pair: Workers) -> None:
         (text,) = found
         assert text.startswith("PeerError: "), text
         assert "rank 1 runs gathered gate_up of second with " in text
-        assert "where rank 0 runs ep_dispatch of second with " in text
+        assert "where rank 0 runs ep_experts of second with " in text

@@ -81,6 +81,7 @@ enum class Do : int64_t { make, share, at, fixed, view, zero, launch, call, drop
 
 struct Record {
   size_t slots;
+  std::vector<int64_t*> guards;  // numbers elsewhere that are zero as long as a call may be played; not, once one has failed in the middle
   std::vector<std::pair<size_t, uint64_t>> fixed;  // slots of arguments, and where these have to begin
   std::vector<int64_t> steps;
   std::vector<std::string> names;  // namespace::op and overload of each operation, by turns
@@ -88,11 +89,16 @@ struct Record {
   mutable std::vector<Launch> launches;
 
   bool fits(const std::vector<uint64_t>& at) const {
+    for (const volatile int64_t* guard : guards)
+      if (*guard) return false;
     for (auto [slot, address] : fixed)
       if (at[slot] != address) return false;
     return true;
   }
 };
+
+// A call that was played has failed after others may have seen it begin.
+constexpr int64_t FAILED = -1;
 
 // All records of one kind of call: they differ in where arguments begin whose addresses are in tables.
 struct Kind {
@@ -438,7 +444,12 @@ bool played(size_t index, Value* stack) {
   if (current != call.device) return false;
   call.key.push_back(uint64_t(uint32_t(call.device)) << 1 | uint64_t(call.wide && more_.tf32()));
   bool wanted = false;
-  if (auto record = find(call, wanted)) return Player(*record, call).play(stack);
+  if (auto record = find(call, wanted)) try {
+      return Player(*record, call).play(stack);
+    } catch (...) {
+      for (int64_t* guard : record->guards) *guard = FAILED;
+      throw;
+    }
   if (wanted) asked_ = std::make_unique<Key>(std::move(call.key));
   return false;
 }
@@ -499,14 +510,15 @@ PUBLIC void* moefuse_asked() { return asked_.release(); }
 
 PUBLIC void moefuse_decline(void* kind) { delete static_cast<Key*>(kind); }
 
-// A record of a kind: sizes of what follows (slots, fixed, steps, names, launches), then the fixed ones, the steps, of each launch its
-// configuration, function, params and maps. None (no numbers): there will be none.
+// A record of a kind: sizes of what follows (slots, guards, fixed, steps, names, launches), then the guards, the fixed ones, the steps, of
+// each launch its configuration, function, params and maps. None (no numbers): there will be none.
 PUBLIC void moefuse_record(void* kind, const int64_t* numbers, const char* const* names) {
   std::unique_ptr<Key> key(static_cast<Key*>(kind));
   auto record = std::make_shared<Record>();
   if (Words n = numbers) {
     record->slots = size_t(*n++);
-    size_t fixed = size_t(*n++), steps = size_t(*n++), operations = size_t(*n++), launches = size_t(*n++);
+    size_t guards = size_t(*n++), fixed = size_t(*n++), steps = size_t(*n++), operations = size_t(*n++), launches = size_t(*n++);
+    for (; guards; --guards) record->guards.push_back(reinterpret_cast<int64_t*>(*n++));
     for (; fixed; --fixed, n += 2) record->fixed.push_back({size_t(n[0]), uint64_t(n[1])});
     record->steps.assign(n, n + steps);
     n += steps;

@@ -13,6 +13,7 @@ that comes from elsewhere, or with a launch that only Triton can make, runs in P
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,7 @@ class Recorder:
         self.arguments, self.device = len(arguments), arguments[0].device
         self.count = 0
         self.steps: list[Step] = []
+        self.guards: list[int] = []
         self.fixed: dict[int, int] = {}
         self.kept: list[Any] = []
         self.held: dict[int, torch.dtype] = {}
@@ -63,6 +65,11 @@ class Recorder:
     def refuse(self, reason: str) -> None:
         """There will be no record; the first reason counts."""
         self.refusal = self.refusal or reason
+
+    def guard(self, number: ctypes.c_int64) -> None:
+        """Play only as long as a number is zero. A call that fails while it is played sets it to -1."""
+        self.guards.append(ctypes.addressof(number))
+        self.kept.append(number)
 
     def slot(self) -> int:
         """A new one."""
@@ -198,7 +205,10 @@ def active() -> Recorder | None:
 
 
 def as_value(function: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]) -> Any:
-    """Call a function whose result follows from where tensors begin, and is kept: what is recorded is for tensors that begin there."""
+    """Call a function whose result follows from where tensors begin, and is kept: what is recorded is for tensors that begin there.
+
+    Without tensors: what is the same in every call until records are forgotten.
+    """
     recorder = active()
     if recorder is None:
         return function(tensors)

@@ -43,7 +43,6 @@ _whats: WeakValueDictionary[int, _What] = WeakValueDictionary()
 """By their number; a call that is under way keeps its own."""
 _next = itertools.count()
 _lock = threading.Lock()
-_raised = threading.local()
 
 
 def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,12 +58,7 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
             if it is None or not it.plays(OP, tensors[0]):
                 return function(*args)
             what = _known.get(key) or _met(key, function, args)
-            try:
-                found = torch.ops.moefuse.recorded.default(tensors, what.number)
-            except Exception:
-                if (error := _raised.__dict__.pop("error", None)) is None:
-                    raise
-                raise error from None  # as the function raised it: through C++ it may have lost its class
+            found = _call(tensors, what.number)
             return replaced(Slot, found.__getitem__, what.result)
 
     return wrapper
@@ -103,11 +97,7 @@ def _slotted(value: Any) -> Any:
 def _again(tensors: Sequence[Tensor], what: int) -> list[Tensor]:
     """The op: the function of its arguments."""
     it = _whats[what]
-    try:
-        out = it.function(*replaced(Slot, tensors.__getitem__, it.args))
-    except BaseException as error:
-        _raised.error = error
-        raise
+    out = it.function(*replaced(Slot, tensors.__getitem__, it.args))
     it.result = _slotted(out)
     return tensors_of(out)
 
@@ -121,3 +111,4 @@ for _name, _kernel in ((OP, _again), (OP + player.TWIN, failures.told(_asked))):
     _LIBRARY.define(f"{_name}(Tensor[] tensors, int what) -> Tensor[]")
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+_call = failures.as_raised(torch.ops.moefuse.recorded.default)

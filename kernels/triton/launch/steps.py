@@ -68,8 +68,8 @@ class _Writer:
             self._step(step)
             numbers += [number for slot in drops.get(n, ()) for number in (DROP, slot)]
         numbers += (END, int(listed), len(self.results), *self.results)
-        head = [it.count, len(it.fixed), len(numbers), len(self.names) // 2, self.count]
-        return [*head, *(n for pair in it.fixed.items() for n in pair), *numbers, *self.launches], self.names, self.kept
+        head = [it.count, len(it.guards), len(it.fixed), len(numbers), len(self.names) // 2, self.count]
+        return [*head, *it.guards, *(n for pair in it.fixed.items() for n in pair), *numbers, *self.launches], self.names, self.kept
 
     def _drops(self) -> dict[int, list[int]]:
         """The slots of tensors that nobody reads after a step."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from moefuse.kernels.triton.device import symm
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import INTERPRETED
+from moefuse.kernels.triton.launch.record import as_value
 from moefuse.kernels.triton.launch.recorded import recorded
 from moefuse.ops.meaning.reference import accumulation_dtype
 from moefuse.runtime.ranks import numbers_dtype
@@ -64,6 +65,12 @@ class Shared(NamedTuple):
     bases: Tensor
     turn: Tensor
     flags: Tensor
+
+    @staticmethod
+    def lasting(bases: Tensor, turn: Tensor, flags: Tensor) -> Shared:
+        """Of memory that stays: records of calls know it, until they are forgotten."""
+        found: Shared = as_value(lambda _: Shared(bases, turn, flags), ())
+        return found
 
 
 @recorded

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
+from moefuse.runtime import providers
 from moefuse.runtime.collectives import is_fake
 from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.ranks import numbers_dtype
@@ -99,6 +100,7 @@ def buffers(group: Group, device: torch.device, needed: int) -> Buffers:
     patience = int(1e9 * (_WAIT if wait is None else wait.total_seconds()))
     torch.cuda.synchronize(device)
     exchanged(group.host, group.size, 1)  # nobody raises a flag that its owner has yet to lower
+    providers.forget_records()  # of calls that use the older ones, which other ranks may not have
     _buffers[group.name, device] = Buffers(memory, bases, turn[:2], flags[: group.size], size, patience, known)
     return _buffers[group.name, device]
 
@@ -172,7 +174,7 @@ def transfer(group: Group, device: torch.device, most: int, spans: tuple[int, ..
 
     held = buffers(group, device, spans[-1] + behind)
     how = symm.Transfer.of(group.size, group.rank, held.set_bytes, held.at_flags, most, spans, held.patience)
-    return symm.Shared(held.bases, held.turn, held.flags), how
+    return symm.Shared.lasting(held.bases, held.turn, held.flags), how
 
 
 def regions(rows: Sequence[Tensor], count: int) -> tuple[int, ...]:

@@ -1,0 +1,159 @@
+"""Spread experts as one record: the op of inference, played by C++ over memory that two ranks share. The other rank is far ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefuse import _torch_private
+from moefuse.errors import PeerError
+from moefuse.ops import rounds
+from moefuse.ops.meaning.call import ExpertsCall
+from moefuse.runtime import groups
+from moefuse.runtime.groups import Terms
+from moefuse.runtime.transports import symm
+from tests.triton import player_case
+from tests.triton.player_case import World
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning", "ignore::RuntimeWarning")
+T, K, E, H, I = 6, 2, 4, 24, 20  # noqa: E741
+world = player_case.world
+OP = "ep_experts_infer"
+KERNELS = ["push_tokens", "barrier", "take_tokens", "push_back", "barrier", "take_sums"]
+
+
+@pytest.fixture
+def spread(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A call of the op on rank 0 of two, with tokens drawn from a seed. Memory of both ranks is full of ones."""
+    from moefuse.kernels.triton.provide import experts
+
+    group = groups.register("record", (0, 1), 0, object(), None)
+    made: list[Tensor] = []
+
+    def memory(size: int, device: torch.device) -> Tensor:
+        made.extend(torch.ones(size // 4).view(torch.uint8) for _ in range(2))
+        return made[-2]
+
+    def far_ahead(*args: Any) -> symm.Buffers:
+        known = len(made)
+        held = buffers(*args)
+        if len(made) > known:
+            held.flags.fill_(1 << 20)
+        return held
+
+    buffers = symm.buffers
+    monkeypatch.setattr(symm, "buffers", far_ahead)
+    monkeypatch.setattr(symm, "exchanged", lambda group, size, number: [number] * size)
+    monkeypatch.setattr(_torch_private, "symmetric_memory", memory)
+    monkeypatch.setattr(_torch_private, "symmetric_peers", lambda *_: [t.data_ptr() for t in made[-2:]])
+    monkeypatch.setattr(_torch_private, "timeout_of", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(rounds, "infer", experts.experts)
+    world.play(OP)
+    drawn = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=drawn) for shape in ((E // 2, 2 * I, H), (E // 2, H, I))]
+    place = torch.arange(E, dtype=torch.int32)
+
+    def call(seed: int, tokens: int = T, most: int = T) -> Tensor:
+        terms = Terms(group.name, transport="symm", most=most).text
+        source = torch.Generator().manual_seed(seed)
+        x, w = torch.randn(tokens, H, generator=source), torch.rand(tokens, K, generator=source)
+        ids = torch.rand(tokens, E, generator=source).topk(K).indices
+        packed = ExpertsCall.of(x, ids, w, weights[:1], [], weights[1:], [], [], []).pack()
+        out: Tensor = rounds._as_raised(*packed, place, E // 2, terms, "layer", None)
+        return out
+
+    yield call
+    del groups._groups[group.name]
+    symm._buffers.clear()
+
+
+def test_one_record(spread: Any, world: World) -> None:
+    """The third call of a kind has no Python; other tokens, and in both sets of buffers, are those of a call without records."""
+    for _ in range(3):
+        spread(0)
+    assert world.refusals == []
+    world.python.clear()
+    for seed in (1, 2, 3):
+        found = spread(seed)
+        assert [name for name in _played(world) if name in KERNELS] == KERNELS
+        assert world.python == []
+        for enabled in (False, True):
+            torch.testing.assert_close(found, spread(seed), rtol=1e-6, atol=1e-6)
+            for op in (OP, "recorded"):
+                world.player.enable(op, enabled)
+        assert {"push_tokens", "take_sums"} <= set(world.python), "it was compared with itself"
+        world.python.clear()
+        world.launched.clear()
+
+
+def _played(world: World) -> list[str]:
+    return [world.kernels[function - 1][0].kernel.__name__ for function, *_ in world.launched]
+
+
+def test_fewer_tokens_are_a_kind(spread: Any, world: World) -> None:
+    """No rank says how many it has: each has records of its own."""
+    for tokens in (T, 3, 0):
+        for _ in range(3):
+            spread(1, tokens)
+    world.python.clear()
+    for tokens in (T, 3, 0):
+        assert spread(1, tokens).shape == (tokens, H)
+    assert world.refusals == world.python == []
+
+
+def test_not_played_out_of_step(spread: Any, world: World) -> None:
+    for _ in range(3):
+        spread(0)
+    groups.group("record").standing.leave("an error")
+    world.launched.clear()
+    with pytest.raises(PeerError, match="not in step any more since an earlier error"):
+        spread(0)
+    assert not world.launched
+
+
+def test_a_failure_in_the_middle(spread: Any, world: World) -> None:
+    """What C++ could not finish has left the order: other ranks may have seen it begin."""
+    for _ in range(3):
+        spread(0)
+    world.memory.room = 1
+    with pytest.raises(RuntimeError, match="out of memory"):
+        spread(0)
+    world.memory.reset()
+    world.launched.clear()
+    for _ in range(2):
+        with pytest.raises(PeerError, match=r"since an earlier error .in a call from its record"):
+            spread(0)
+    assert not world.launched
+
+
+def test_buffers_that_grow(spread: Any, world: World) -> None:
+    """Records know the memory that ranks share. Which of them a rank has others do not know, so with larger memory all are forgotten."""
+    for _ in range(4):
+        spread(0)
+    spread(0, most=64)
+    assert len(world.launched) == len(_played(world)) > 0
+    assert world.known == 0
+    world.launched.clear()
+    for _ in range(3):
+        spread(0)
+    assert [name for name in _played(world) if name in KERNELS] == KERNELS
+    (held,) = symm._buffers.values()
+    addresses = {at for _, _, given in world.launched for at in given}
+    assert held.bases.data_ptr() in addresses
+    assert held.older is not None
+    assert held.older.bases.data_ptr() not in addresses
+
+
+def test_a_mesh_of_the_same_name(spread: Any, world: World) -> None:
+    """Its standing is another one, which no record looks at."""
+    for _ in range(3):
+        spread(0)
+    assert world.known
+    groups.register("record", (0, 1), 0, object(), None)
+    assert not world.known
