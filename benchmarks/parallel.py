@@ -6,7 +6,8 @@
 ``layer``: Qwen3-30B-A3B's block (128 experts, 8 a token), T tokens on each rank, outputs checked against the block with all experts;
 times of CUDA graphs, all implementations in turns. ``replicated``: every rank has all experts, and nothing travels. ``train``: forward,
 backward and fused AdamW of a few layers; ``fsdp``: FSDP2 shards everything and gathers experts layer by layer; ``fsdp+ep``: FSDP2 for the
-rest, on the same mesh, experts by ``moefuse.parallelize``; memory per rank, and the share of a step in which no kernel runs (``idle``). ``model``: 16 layers of Qwen3-30B-A3B, prefill and decode by
+rest, on the same mesh, experts by ``moefuse.parallelize``; memory per rank, the share of a step in which no kernel runs (``idle``), and
+that in which none runs but those that communicate (``no_work``). ``model``: 16 layers of Qwen3-30B-A3B, prefill and decode by
 transformers' ``generate`` with a static cache, each rank with a batch of its own. ``hf all_to_all``: transformers' own expert parallelism,
 which waits for the host, on its grouped products, eager and under Inductor. Figures are the slowest rank's.
 """
@@ -49,6 +50,7 @@ def block(tiny: bool, device: torch.device) -> nn.Module:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
     config = Qwen3MoeConfig(**(TINY if tiny else FULL))
+    config._experts_implementation = "grouped_mm"  # as transformers sets it for a whole model
     torch.manual_seed(0)
     with device:
         made: nn.Module = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -82,6 +84,9 @@ def layers(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> 
                 assert error < 0.02, f"{name}: {error}"
                 calls[name] = _graphed(run, x) if device.type == "cuda" and name not in WAITS else functools.partial(run, x)
                 calls[f"{name}, launched"] = functools.partial(run, x)
+                if args.profile:
+                    lines = where(calls[f"{name}, launched"], args.profile)
+                    say(f"{name} {tokens}\n{lines}")
         with told("hf all_to_all"):
             theirs = transformers_own(whole, mesh, device)
             out = theirs(x)
@@ -239,7 +244,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
             times[name] = in_turns({name: (step, 1)}, rounds=args.rounds, repeats=2)[name]
             held = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
             states = states_gib(model, optimizer)
-            idle, waits, table = kernels(step) if device.type == "cuda" else (0.0, 0.0, "")
+            idle, no_work, table = kernels(step) if device.type == "cuda" else (0.0, 0.0, "")
             if args.profile:
                 lines = where(step, args.profile)
                 say(f"{lines}\n{table}")
@@ -258,7 +263,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
                     "held_gib": held,
                     "experts_gib": states,
                     "idle": idle,
-                    "no_work": waits,
+                    "no_work": no_work,
                     "losses": first,
                     "fused": 0 if report is None else len(report.fused),
                 }
@@ -292,7 +297,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 4096])
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
-    parser.add_argument("--profile", type=int, default=0, help="so many lines of where the host is in a step")
+    parser.add_argument("--profile", type=int, default=0, help="so many lines of where the host is")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -69,6 +69,7 @@ from moefuse._torch_private.distributed import (
     again_for_ddp as again_for_ddp,
     coalesced as coalesced,
     computed_with as computed_with,
+    local_part as local_part,
     not_for_ddp as not_for_ddp,
     sharded_over as sharded_over,
     symmetric_memory as symmetric_memory,

@@ -34,6 +34,11 @@ def coalesced(group: Any, device: torch.device) -> contextlib.AbstractContextMan
     return found
 
 
+def local_part(tensor: Any) -> torch.Tensor:
+    """What a DTensor is on this rank, without gradients. As an input of a graph it need not be taken out of the DTensor in every call."""
+    return tensor._local_tensor  # type: ignore[no-any-return]
+
+
 def symmetric_memory(size: int, device: torch.device) -> torch.Tensor:
     """[size] bytes that other ranks can be let to write; not for CUDA graphs."""
     from torch.distributed import _symmetric_memory

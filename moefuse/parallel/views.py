@@ -72,7 +72,8 @@ def full(holder: nn.Module, name: str, of: Of) -> Tensor:
     if len(parameter.placements) > of[2]:
         return parameter
     if torch.compiler.is_compiling():
-        return gather(parameter.to_local(), of)
+        differs = torch.is_grad_enabled() and parameter.requires_grad
+        return gather(parameter.to_local() if differs else _torch_private.local_part(parameter), of)
     found: Tensor = _in_eager(holder, parameter, name, of, _torch_private.in_compiled_call())
     return found
 
