@@ -210,14 +210,14 @@ class Decoder(nn.Module):
 def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> list[dict[str, Any]]:
     """A training step; states of experts and the peak of memory."""
     results, times = [], {}
-    for name in ("fsdp", "fsdp+ep"):
+    for name in ("fsdp", *(f"fsdp+ep, {way}" for way in args.transports)):
         with told(name):
             torch._dynamo.reset()
             gc.collect()
             model = Decoder(args.tiny, args.layers, device)
             experts: set[nn.Parameter] = set()
-            if name == "fsdp+ep":
-                moefuse.parallelize(model, mesh, max_tokens="equal")
+            if name != "fsdp":
+                moefuse.parallelize(model, mesh, max_tokens="equal", transport=name.rpartition(" ")[2])
                 experts = {p for p in model.parameters() if isinstance(p, DTensor)}
             for layer in model.model.layers:
                 fully_shard(layer, mesh=mesh, ignored_params=experts & set(layer.parameters()))

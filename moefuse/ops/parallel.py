@@ -33,7 +33,7 @@ from torch import Tensor
 
 from moefuse._torch_private import never_dead
 from moefuse.ops.autograd import below_autograd, not_recorded, ops, wants_grad
-from moefuse.ops.schema import implement
+from moefuse.ops.schema import TRAVELS, implement
 from moefuse.runtime import overflow, providers, transports
 from moefuse.runtime.groups import Terms, of_weight, weight_of
 from moefuse.runtime.peers import peers, told
@@ -131,6 +131,8 @@ def _dispatch(
     known = Terms.parse(terms)
     how = transports.transport(known)
     with peers(known, layer, f"ep_dispatch {weight_of(terms)[1]}".rstrip(), [*rows, ids], place) as call, refusing(call, ids):
+        if (recorder := providers.recorder()) is not None and isinstance(known.bound, float):
+            recorder.refuse("what came before may have been more rows than are kept")
         overflow.check(known)
         _check_rows(rows, ids)
         arrived = how.dispatch(known, rows, ids, place, slots)
@@ -154,9 +156,8 @@ def _dispatch_fake(
 def _send(rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, scale: float, terms: str, layer: str) -> list[Tensor]:
     """[T, F] each to [arrivals, F], scaled."""
     known = Terms.parse(terms)
-    scaled = rows if scale == 1 else [r * scale for r in rows]
     with peers(known, layer, "ep_send", rows):
-        return transports.transport(known).send(known, scaled, handle, arrivals)
+        return transports.transport(known).send(known, rows, handle, arrivals, scale)
 
 
 def _send_fake(rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, scale: float, terms: str, layer: str) -> list[Tensor]:
@@ -167,8 +168,7 @@ def _give_back(rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int, sc
     """[R, F] each to [tokens, F], scaled."""
     known = Terms.parse(terms)
     with peers(known, layer, "ep_give_back", rows):
-        out = transports.transport(known).give_back(known, rows, handle, tokens)
-    return out if scale == 1 else [o.mul_(scale) for o in out]
+        return transports.transport(known).give_back(known, rows, handle, tokens, scale)
 
 
 def _give_back_fake(rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int, scale: float, terms: str, layer: str) -> list[Tensor]:
@@ -249,7 +249,7 @@ def combine(y: Tensor, handle: Sequence[Tensor], tokens: int, terms: str, layer:
         return ops.ep_combine.default(y, handle, tokens, terms, layer)  # type: ignore[no-any-return]
 
 
-for _name in ("gathered", "gathered_backward", "ep_dispatch", "ep_combine", "ep_send", "ep_give_back"):
+for _name in ("gathered", "gathered_backward", *TRAVELS, *(f"{name}_compiled" for name in TRAVELS)):
     never_dead(getattr(ops, _name).default)
 
 implement("gathered", kernel=_gathered, fake=_gathered_fake, autograd=gathered)

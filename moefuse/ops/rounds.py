@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moefuse._torch_private import failures, never_dead
@@ -90,7 +89,9 @@ def _kernel(
 _as_raised = failures.as_raised(ops.ep_experts_infer.default)
 
 
-def _fake(*data: Any, terms: str, layer: str, limit: int | None = None, place: Tensor | None = None, slots: int = 0, **options: Any) -> Tensor:
+def _fake(
+    *data: Any, terms: str, layer: str, limit: int | None = None, place: Tensor | None = None, slots: int = 0, **options: Any
+) -> Tensor:
     return result(ExpertsCall.of(*data, **options))
 
 

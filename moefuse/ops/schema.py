@@ -81,7 +81,9 @@ SCHEMAS: tuple[str, ...] = (
 
 ON_CPU = ("experts_infer", "experts_forward", "experts_backward")
 """Ops that have a kernel in C++ on the CPU (moefuse/runtime/native.py)."""
+TRAVELS = ("ep_dispatch", "ep_combine", "ep_send", "ep_give_back")
 COMPILED = (
+    *TRAVELS,
     "experts_forward", "experts_hidden", "experts_backward_rows", "experts_backward_in", "experts_backward_out", "experts_extended_forward",
     "experts_extended_hidden", "experts_extended_backward", "permute", "grouped_linear", "grouped_linear_backward", "grouped_linear_coded",
     "grouped_linear_coded_backward", "expert_rows", "expert_rows_backward", "combine", "combine_backward",

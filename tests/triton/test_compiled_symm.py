@@ -19,9 +19,10 @@ TENSORS = {
     "bases": "*i64",
     "parts": "*bf16",
     "to": "*i64",
+    "scale": "fp32",
 }
 SIZES = {"FX": 2048, "FW": 8, "BX": 2048, "BW": 8, "BK": 8, "WORLD": 8, "F": 2048, "B": 2048}
-FLAGS = {"TABLE": True, "WEIGHTS": True}
+FLAGS = {"TABLE": True, "WEIGHTS": True, "SCALED": True}
 
 
 @pytest.mark.parametrize("arch", [a for a in SHARED if a != 89])
@@ -41,7 +42,9 @@ def test_compiles(name: str, arch: int | str, tmp_path: Path) -> None:
     constants = {n: known[n] for n in kernel.arg_names if n in known and (n, name) != ("F", "sum_ranks")}
     signature = {n: "constexpr" if n in constants else TENSORS.get(n) or INTEGERS[n] for n in kernel.arg_names}
     # What the launcher finds: pointers and sizes of buffers are multiples of sixteen.
-    aligned = {n for n in kernel.arg_names if n in TENSORS or INTEGERS.get(n) == "i64" or (n, name) == ("F", "sum_ranks")}
+    aligned = {
+        n for n in kernel.arg_names if TENSORS.get(n, "").startswith("*") or INTEGERS.get(n) == "i64" or (n, name) == ("F", "sum_ranks")
+    }
     attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in aligned}
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
     compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options={"num_warps": 4})

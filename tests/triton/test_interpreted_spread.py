@@ -13,8 +13,9 @@ from moefuse import _torch_private
 from moefuse.errors import PeerError
 from moefuse.ops import rounds
 from moefuse.ops.meaning.call import ExpertsCall
-from moefuse.runtime import groups
-from moefuse.runtime.groups import Terms
+from moefuse.ops.schema import TRAVELS
+from moefuse.runtime import groups, overflow
+from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.transports import symm
 from tests.triton import player_case
 from tests.triton.player_case import World
@@ -26,11 +27,15 @@ OP = "ep_experts_infer"
 KERNELS = ["push_tokens", "barrier", "take_tokens", "push_back", "barrier", "take_sums"]
 
 
-@pytest.fixture
-def spread(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A call of the op on rank 0 of two, with tokens drawn from a seed. Memory of both ranks is full of ones."""
-    from moefuse.kernels.triton.provide import experts
+def drawn_tokens(seed: int, tokens: int = T) -> tuple[Tensor, Tensor, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    x, w = torch.randn(tokens, H, generator=source), torch.rand(tokens, K, generator=source)
+    return x, torch.rand(tokens, E, generator=source).topk(K).indices, w
 
+
+@pytest.fixture
+def mesh(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    """Rank 0 of two. Memory of both is full of ones."""
     group = groups.register("record", (0, 1), 0, object(), None)
     made: list[Tensor] = []
 
@@ -53,6 +58,16 @@ def spread(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(_torch_private, "timeout_of", lambda _: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    yield group
+    del groups._groups[group.name]
+    symm._buffers.clear()
+
+
+@pytest.fixture
+def spread(mesh: Group, world: World, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A call of the op, with tokens drawn from a seed."""
+    from moefuse.kernels.triton.provide import experts
+
     monkeypatch.setattr(rounds, "infer", experts.experts)
     world.play(OP)
     drawn = torch.Generator().manual_seed(0)
@@ -60,17 +75,13 @@ def spread(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     place = torch.arange(E, dtype=torch.int32)
 
     def call(seed: int, tokens: int = T, most: int = T) -> Tensor:
-        terms = Terms(group.name, transport="symm", most=most).text
-        source = torch.Generator().manual_seed(seed)
-        x, w = torch.randn(tokens, H, generator=source), torch.rand(tokens, K, generator=source)
-        ids = torch.rand(tokens, E, generator=source).topk(K).indices
+        terms = Terms(mesh.name, transport="symm", most=most).text
+        x, ids, w = drawn_tokens(seed, tokens)
         packed = ExpertsCall.of(x, ids, w, weights[:1], [], weights[1:], [], [], []).pack()
         out: Tensor = rounds._as_raised(*packed, place, E // 2, terms, "layer", None)
         return out
 
-    yield call
-    del groups._groups[group.name]
-    symm._buffers.clear()
+    return call
 
 
 def test_one_record(spread: Any, world: World) -> None:
@@ -94,6 +105,52 @@ def test_one_record(spread: Any, world: World) -> None:
 
 def _played(world: World) -> list[str]:
     return [world.kernels[function - 1][0].kernel.__name__ for function, *_ in world.launched]
+
+
+def test_training(mesh: Group, world: World) -> None:
+    """The four ops of a step, with the scale of gradients of tokens that are distinct: no Python from the third step on."""
+    names = [f"{name}_compiled" for name in TRAVELS]
+    dispatch, combine, send, give_back = (getattr(torch.ops.moefuse, name).default for name in names)
+    terms, place = Terms(mesh.name, transport="symm", most=T).text, torch.arange(E, dtype=torch.int32)
+    world.play(*names)
+
+    def step(seed: int) -> list[Tensor]:
+        x, ids, w = drawn_tokens(seed)
+        rows, scores, local, *handle = dispatch([x, w], ids, place, E // 2, terms, "layer", None)
+        y = rows * scores.sum(1, keepdim=True)
+        out = combine(y, handle, T, terms, "layer")
+        (back,) = send([out], handle, len(y), 0.5, terms, "layer")
+        return [rows, scores, local, *handle, out, back, *give_back([back, scores], handle, T, 2.0, terms, "layer")]
+
+    for _ in range(3):
+        step(0)
+    assert world.refusals == []
+    world.python.clear()
+    world.launched.clear()
+    for seed in (1, 2):
+        found = step(seed)
+        assert world.python == []
+        assert len(_played(world)) == 14
+        for enabled in (False, True):
+            for a, b in zip(found, step(seed), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+            for op in (*names, "recorded"):
+                world.player.enable(op, enabled)
+        assert "push_back" in world.python, "it was compared with itself"
+        world.python.clear()
+        world.launched.clear()
+
+
+def test_bounds_are_looked_at(mesh: Group, world: World) -> None:
+    """Where training keeps fewer rows than may come, whoever dispatches next says that more came: in Python."""
+    terms, place = Terms(mesh.name, transport="symm", most=T, bound=1.5).text, torch.arange(E, dtype=torch.int32)
+    world.play("ep_dispatch_compiled")
+    x, ids, w = drawn_tokens(0)
+    for _ in range(4):
+        torch.ops.moefuse.ep_dispatch_compiled.default([x, w], ids, place, E // 2, terms, "layer", None)
+    mesh.standing.pending.append(overflow.Pending("first", torch.tensor(9), 8, 1.5))
+    with pytest.raises(RuntimeError, match="9 rows came to the experts of first"):
+        torch.ops.moefuse.ep_dispatch_compiled.default([x, w], ids, place, E // 2, terms, "layer", None)
 
 
 def test_fewer_tokens_are_a_kind(spread: Any, world: World) -> None:

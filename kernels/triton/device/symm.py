@@ -89,6 +89,18 @@ def _copy(source, target, live, F: tl.constexpr, B: tl.constexpr):
         tl.store(target + o, tl.load(source + o, mask=(o < F) & live, other=0), mask=o < F)  # [B]
 
 
+@triton.jit
+def _copy_scaled(source, target, live, scale, F: tl.constexpr, B: tl.constexpr, SCALED: tl.constexpr):
+    """One row times ``scale``, in float32."""
+    if not SCALED:
+        _copy(source, target, live, F, B)
+    else:
+        for start in range(0, F, B):
+            o = start + tl.arange(0, B)
+            value = tl.load(source + o, mask=(o < F) & live, other=0).to(tl.float32) * scale  # [B]
+            tl.store(target + o, value.to(target.dtype.element_ty), mask=o < F)
+
+
 @triton.jit(do_not_specialize=["T", "M", "rank"])
 def push_tokens(
     x, w, ids, place, bases, turn, out_x, out_w, local, took, to, T, M, E, slots, rank, set_bytes, at_w, at_ids, K,
@@ -155,17 +167,20 @@ def take_tokens(
 
 
 @triton.jit(do_not_specialize=["T", "M", "rank"])
-def push_rows(rows, bases, to, turn, out, T, M, rank, set_bytes, at, F: tl.constexpr, B: tl.constexpr, WORLD: tl.constexpr):
+def push_rows(
+    rows, bases, to, turn, out, T, M, rank, scale, set_bytes, at,
+    F: tl.constexpr, B: tl.constexpr, WORLD: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     """A program for each row and rank: row t of ``rows`` [T, F] to rank r, if it is one of ``to`` [T]; own ones into ``out`` [P * M, F]."""
     t, r = _each(tl.program_id(0).to(tl.int64), WORLD)
     now = _next(turn)
     live = ((tl.load(to + t, mask=t < T, other=0) >> r) & 1) > 0  # []
     here = rank * M + t
     if r == rank:
-        _copy(rows + t * F, out + here * F, live, F, B)
+        _copy_scaled(rows + t * F, out + here * F, live, scale, F, B, SCALED)
     elif live:
         base = _set(bases, r, now, set_bytes) + at
-        _copy(rows + t * F, base.to(tl.pointer_type(rows.dtype.element_ty)) + here * F, live, F, B)
+        _copy_scaled(rows + t * F, base.to(tl.pointer_type(rows.dtype.element_ty)) + here * F, live, scale, F, B, SCALED)
 
 
 @triton.jit(do_not_specialize=["M", "rank"])
@@ -190,10 +205,11 @@ def push_back(rows, bases, took, turn, M, rank, set_bytes, at, F: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["M", "rank", "T"])
 def take_sums(
-    own, bases, to, turn, out, M, rank, T, set_bytes, at,
+    own, bases, to, turn, out, M, rank, T, scale, set_bytes, at,
     WORLD: tl.constexpr, WIDE: tl.constexpr, F: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Program t: what the ranks of ``to`` have sent for token t, this one's in ``own`` [P * M, F]: added in order in WIDE, rounded once."""
+    """Program t: what the ranks of ``to`` have sent for token t, this one's in ``own`` [P * M, F]: added in order in WIDE, times
+    ``scale``, rounded once."""
     t = tl.program_id(0).to(tl.int64)
     came = (_set(bases, rank, _current(turn), set_bytes) + at).to(tl.pointer_type(out.dtype.element_ty))
     who = tl.load(to + t, mask=t < T, other=0)  # []
@@ -206,4 +222,4 @@ def take_sums(
                 total += tl.load(own + (r * M + t) * F + o, mask=live, other=0).to(WIDE)  # [B]
             else:
                 total += tl.load(came + (r * M + t) * F + o, mask=live, other=0).to(WIDE)  # [B]
-        tl.store(out + t * F + o, total.to(out.dtype.element_ty), mask=(o < F) & (t < T))  # [B]
+        tl.store(out + t * F + o, (total * scale).to(out.dtype.element_ty), mask=(o < F) & (t < T))  # [B]

@@ -90,20 +90,22 @@ def dispatch(
 
 
 @recorded
-def send(rows: tuple[Tensor, ...], took: Tensor, to: Tensor, at: Shared, how: Transfer) -> tuple[Tensor, ...]:
-    """Own rows [T, F] each to the ranks in ``to`` [T]; [P * M, F] each of what came, zeros where ``took`` [P * M] is not set."""
-    every = push_rows(rows, to, at, how)
+def send(rows: tuple[Tensor, ...], took: Tensor, to: Tensor, at: Shared, how: Transfer, scale: float = 1.0) -> tuple[Tensor, ...]:
+    """Own rows [T, F] each, times ``scale``, to the ranks in ``to`` [T]; [P * M, F] each of what came, zeros where ``took`` [P * M] is not
+    set."""
+    every = push_rows(rows, to, at, how, scale)
     barrier(at, how)
     take_rows(every, took, at, how)
     return every
 
 
 @recorded
-def give_back(rows: tuple[Tensor, ...], took: Tensor, to: Tensor, at: Shared, how: Transfer) -> tuple[Tensor, ...]:
-    """Rows [P * M, F] each that this rank has for those that it ``took``, to their ranks; [T, F] each, summed over ranks in their order."""
+def give_back(rows: tuple[Tensor, ...], took: Tensor, to: Tensor, at: Shared, how: Transfer, scale: float = 1.0) -> tuple[Tensor, ...]:
+    """Rows [P * M, F] each that this rank has for those that it ``took``, to their ranks; [T, F] each, summed over ranks in their order,
+    times ``scale``."""
     push_back(rows, took, at, how)
     barrier(at, how)
-    return take_sums(rows, to, at, how)
+    return take_sums(rows, to, at, how, scale)
 
 
 def push_tokens(
@@ -123,7 +125,7 @@ def push_tokens(
         TABLE=place is not None, WORLD=how.size, **_two(x, w, rows, how), **_blocks(x, w, ids),
     )  # fmt: skip
     for own, out, start in zip(rows[2:], every[2:], how.spans[2:], strict=False):
-        _push(own, to, out, start, at, how)
+        _push(own, to, out, start, at, how, 1.0)
     return every, local, took, to
 
 
@@ -140,11 +142,11 @@ def take_tokens(every: tuple[Tensor, ...], local: Tensor, took: Tensor, at: Shar
         _take(out, took, start, at, how)
 
 
-def push_rows(rows: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer) -> tuple[Tensor, ...]:
+def push_rows(rows: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer, scale: float = 1.0) -> tuple[Tensor, ...]:
     """The first part of :func:`send`: its results, with this rank's own rows in them."""
     every = tuple([one.new_empty((how.size * how.most, *one.shape[1:])) for one in rows])
     for own, out, start in zip(rows, every, how.spans, strict=False):
-        _push(own, to, out, start, at, how)
+        _push(own, to, out, start, at, how, scale)
     return every
 
 
@@ -164,7 +166,7 @@ def push_back(rows: tuple[Tensor, ...], took: Tensor, at: Shared, how: Transfer)
         )  # fmt: skip
 
 
-def take_sums(own: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer) -> tuple[Tensor, ...]:
+def take_sums(own: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer, scale: float = 1.0) -> tuple[Tensor, ...]:
     """The last part of :func:`give_back`."""
     found = []
     for part, start in zip(own, how.spans, strict=False):
@@ -172,7 +174,7 @@ def take_sums(own: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer) ->
         wide: Any = tl.float64 if accumulation_dtype(part.dtype) == torch.float64 else tl.float32
         launch(
             symm.take_sums, (max(to.shape[0], 1),), {"own": part, "bases": at.bases, "to": to, "turn": at.turn, "out": out},
-            M=how.most, rank=how.rank, T=to.shape[0], set_bytes=how.set_bytes, at=start, WORLD=how.size, WIDE=wide,
+            M=how.most, rank=how.rank, T=to.shape[0], scale=scale, set_bytes=how.set_bytes, at=start, WORLD=how.size, WIDE=wide,
             F=out.shape[1], B=_block(out),
         )  # fmt: skip
         found.append(out)
@@ -193,11 +195,12 @@ _TIMED = torch.version.hip is None and not INTERPRETED
 """AMD's devices have no such clock in Triton."""
 
 
-def _push(own: Tensor, to: Tensor, out: Tensor, start: int, at: Shared, how: Transfer) -> None:
+def _push(own: Tensor, to: Tensor, out: Tensor, start: int, at: Shared, how: Transfer, scale: float) -> None:
     flat = _bits(own)
     launch(
         symm.push_rows, (how.size * how.most,), {"rows": flat, "bases": at.bases, "to": to, "turn": at.turn, "out": _bits(out)},
-        T=own.shape[0], M=how.most, rank=how.rank, set_bytes=how.set_bytes, at=start, F=flat.shape[1], B=_block(flat), WORLD=how.size,
+        T=own.shape[0], M=how.most, rank=how.rank, scale=scale, set_bytes=how.set_bytes, at=start, F=flat.shape[1], B=_block(flat),
+        WORLD=how.size, SCALED=scale != 1,
     )  # fmt: skip
 
 

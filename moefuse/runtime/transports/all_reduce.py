@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moefuse.runtime.collectives import all_reduce
 from moefuse.runtime.groups import Terms
-from moefuse.runtime.transports.base import Dispatched
+from moefuse.runtime.transports.base import Dispatched, scaled
 
 
 class _AllReduce:
@@ -24,16 +24,17 @@ class _AllReduce:
     def refuse(self, terms: Terms, ids: Tensor) -> None:
         return
 
-    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
+    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, scale: float = 1.0) -> list[Tensor]:
+        rows = scaled(rows, scale)
         return [mine.clone() for mine in rows]
 
-    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int, scale: float = 1.0) -> list[Tensor]:
         out = []
         for part in rows:
             total = part.contiguous().clone()
             all_reduce(total, terms.group.process_group)
             out.append(total)
-        return out
+        return list(scaled(out, scale))
 
 
 TRANSPORT = _AllReduce()

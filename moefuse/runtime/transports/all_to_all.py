@@ -18,7 +18,7 @@ from moefuse.runtime.collectives import all_to_all, is_fake
 from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.peers import running
 from moefuse.runtime.ranks import slots_of
-from moefuse.runtime.transports.base import Dispatched, check_tokens
+from moefuse.runtime.transports.base import Dispatched, check_tokens, scaled
 from moefuse.runtime.words import REFUSED, numbers_of
 
 
@@ -43,12 +43,13 @@ class _AllToAll:
     def refuse(self, terms: Terms, ids: Tensor) -> None:
         exchanged_counts(terms, ids.new_full((terms.group.size,), REFUSED, dtype=torch.int64))
 
-    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
+    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, scale: float = 1.0) -> list[Tensor]:
+        rows = scaled(rows, scale)
         return _there(terms.group, rows, handle)
 
-    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int, scale: float = 1.0) -> list[Tensor]:
         to, by = _splits(handle)
-        return [_back(terms.group, part, handle[1], to, by, tokens) for part in rows]
+        return list(scaled([_back(terms.group, part, handle[1], to, by, tokens) for part in rows], scale))
 
 
 def destinations(ids: Tensor, place: Tensor | None, slots: int, world: int) -> Tensor:

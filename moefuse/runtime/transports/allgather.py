@@ -15,7 +15,7 @@ from moefuse.runtime import providers
 from moefuse.runtime.collectives import all_gathers, all_to_all
 from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.peers import refuse
-from moefuse.runtime.transports.base import Dispatched, known_arrivals, most_tokens
+from moefuse.runtime.transports.base import Dispatched, known_arrivals, most_tokens, scaled
 
 
 class _AllGather:
@@ -33,11 +33,12 @@ class _AllGather:
     def refuse(self, terms: Terms, ids: Tensor) -> None:
         refuse(terms)
 
-    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
+    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, scale: float = 1.0) -> list[Tensor]:
+        rows = scaled(rows, scale)
         return _every(terms.group, rows, [0] * len(rows), arrivals // terms.group.size)
 
-    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
-        return [_sum(terms.group, part, tokens) for part in rows]
+    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int, scale: float = 1.0) -> list[Tensor]:
+        return [_sum(terms.group, part, tokens, scale) for part in rows]
 
 
 def _every(group: Group, rows: Sequence[Tensor], fills: Sequence[float], most: int) -> list[Tensor]:
@@ -49,12 +50,12 @@ def _every(group: Group, rows: Sequence[Tensor], fills: Sequence[float], most: i
     return every
 
 
-def _sum(group: Group, part: Tensor, tokens: int) -> Tensor:
+def _sum(group: Group, part: Tensor, tokens: int, scale: float) -> Tensor:
     """[P * M, F] to [T, F]."""
     every = torch.empty_like(part, memory_format=torch.contiguous_format)
     all_to_all(every, part.contiguous(), group.process_group)
     summed: Tensor = providers.run("sum_ranks", every, group.size, tokens)
-    return summed
+    return summed if scale == 1 else summed.mul_(scale)
 
 
 def padded(rows: Tensor, most: int, fill: float) -> Tensor:

@@ -47,11 +47,16 @@ class Transport(Protocol):
     def refuse(self, terms: Terms, ids: Tensor) -> None:
         """Tell the others, in place of a dispatch of such ids, that this rank has raised; nothing where none of them waits on the host."""
 
-    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
-        """[T, F] each, to [R, F], as the dispatch with this handle sent them; zeros where no row is."""
+    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, scale: float = 1.0) -> list[Tensor]:
+        """[T, F] each times ``scale``, to [R, F], as the dispatch with this handle sent them; zeros where no row is."""
 
-    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
-        """[R, F] each, partial sums for every rank's rows, to [T, F]: the sum over ranks, in their order, rounded once."""
+    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int, scale: float = 1.0) -> list[Tensor]:
+        """[R, F] each, partial sums for every rank's rows, to [T, F]: the sum over ranks, in their order, rounded once, times ``scale``."""
+
+
+def scaled(rows: Sequence[Tensor], scale: float) -> Sequence[Tensor]:
+    """Other tensors, but for a scale of one."""
+    return rows if scale == 1 else [r * scale for r in rows]
 
 
 def most_tokens(terms: Terms, tokens: int) -> int:

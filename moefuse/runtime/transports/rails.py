@@ -27,7 +27,7 @@ from moefuse.ops.meaning.reference import accumulation_dtype
 from moefuse.runtime.collectives import all_to_all
 from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.transports.all_to_all import destinations, exchanged_counts
-from moefuse.runtime.transports.base import Dispatched, check_tokens
+from moefuse.runtime.transports.base import Dispatched, check_tokens, scaled
 from moefuse.runtime.words import REFUSED
 
 
@@ -128,17 +128,18 @@ class _Rails:
         known = rails(terms.group.hosts, terms.group.rank)
         exchanged_counts(terms, ids.new_full((terms.group.size, 1 + known.most), REFUSED, dtype=torch.int64))
 
-    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
+    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, scale: float = 1.0) -> list[Tensor]:
+        rows = scaled(rows, scale)
         splits, out, near = handle
         to, by, on, over = splits.view(4, -1).tolist()
         halfway = _moved(terms.group, [part.index_select(0, out) for part in rows], to, by)
         return _moved(terms.group, [part.index_select(0, near) for part in halfway], on, over)
 
-    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int, scale: float = 1.0) -> list[Tensor]:
         splits, out, near = handle
         to, by, on, over = splits.view(4, -1).tolist()
         sums = [_added(part, near, on, sum(by)) for part in _moved(terms.group, rows, over, on)]
-        return [_added(part, out, to, tokens) for part in _moved(terms.group, sums, by, to)]
+        return list(scaled([_added(part, out, to, tokens) for part in _moved(terms.group, sums, by, to)], scale))
 
 
 def _columns(which: Tensor, count: int) -> Tensor:

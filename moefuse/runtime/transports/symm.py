@@ -25,7 +25,7 @@ from moefuse.runtime import providers
 from moefuse.runtime.collectives import is_fake
 from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.ranks import numbers_dtype
-from moefuse.runtime.transports.base import Dispatched, exchanged, known_arrivals, most_tokens
+from moefuse.runtime.transports.base import Dispatched, exchanged, known_arrivals, most_tokens, scaled
 
 MOST_RANKS = 63
 """A token's ranks are bits of an int64."""
@@ -149,23 +149,32 @@ class _Symm:
     def refuse(self, terms: Terms, ids: Tensor) -> None:
         return
 
-    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
+    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, scale: float = 1.0) -> list[Tensor]:
         from moefuse.kernels.triton.provide import symm
 
         group, (took, to) = terms.group, handle
         if not arrivals:
             return [r.clone() for r in rows]
+        if _is_wide(rows):
+            rows, scale = scaled(rows, scale), 1.0
         at, how = transfer(group, took.device, arrivals // group.size, regions(rows, arrivals))
-        return list(symm.send(tuple([r.contiguous() for r in rows]), took, to, at, how))
+        return list(symm.send(tuple([r.contiguous() for r in rows]), took, to, at, how, scale))
 
-    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int, scale: float = 1.0) -> list[Tensor]:
         from moefuse.kernels.triton.provide import symm
 
         group, (took, to) = terms.group, handle
         if not took.shape[0]:
             return [r.clone() for r in rows]
         at, how = transfer(group, took.device, took.shape[0] // group.size, regions(rows, took.shape[0]))
-        return list(symm.give_back(tuple([r.contiguous() for r in rows]), took, to, at, how))
+        inside = 1.0 if _is_wide(rows) else scale
+        out = symm.give_back(tuple([r.contiguous() for r in rows]), took, to, at, how, inside)
+        return list(scaled(out, scale / inside))
+
+
+def _is_wide(rows: Sequence[Tensor]) -> bool:
+    """Whether a kernel's scale, which is a float32, would not do."""
+    return rows[0].dtype == torch.float64
 
 
 def transfer(group: Group, device: torch.device, most: int, spans: tuple[int, ...], behind: int = 0) -> tuple[Any, Any]:
