@@ -241,7 +241,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
                 torch.cuda.reset_peak_memory_stats()
             step()
             peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-            times[name] = in_turns({name: (step, 1)}, rounds=args.rounds, repeats=2)[name]
+            times[name] = in_turns({name: (step, 1)}, rounds=args.rounds, repeats=6)[name]
             held = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
             states = states_gib(model, optimizer)
             idle, no_work, table = kernels(step) if device.type == "cuda" else (0.0, 0.0, "")

@@ -63,8 +63,8 @@ def parallelize(
             have equally many. None: numbers of tokens are exchanged in each call.
         transport: ``"allgather"``: all tokens go to all ranks, and nothing waits for the host; ``"all_to_all"``: each goes to the ranks
             that have one of its experts, once, and the host waits for their numbers; ``"symm"``: the same between GPUs of one host that
-            write each other's memory, where nothing waits, for ``max_tokens``; ``"gather"``: the weights go to the tokens.
-            ``"auto"`` takes what is fastest by measured constants: ``"symm"`` for ``max_tokens`` on GPUs of one host that can read each
+            write each other's memory, where nothing waits, with ``max_tokens``; ``"gather"``: the weights go to the tokens.
+            ``"auto"`` takes what is fastest by measured constants: ``"symm"`` with ``max_tokens`` on GPUs of one host that can read each
             other's memory, else ``"allgather"``, and ``"all_to_all"`` on several hosts. Equal tokens (``"replicated"``) do not travel.
         placement: ``"linear"`` (blocks, as torch shards them), ``"round_robin"``, or the rank of each expert.
         grads: ``"mean"`` over the ranks with distinct tokens, as DDP and FSDP give those of other Parameters; or ``"sum"``. Over the parts
@@ -163,7 +163,7 @@ def _on_meta(model: nn.Module) -> tuple[str, ...]:
 
 def _shares(at: Grid, most: object) -> bool:
     """Whether tokens may travel through memory that ranks share; all of them ask together."""
-    if at.mesh.device_type != "cuda" or not isinstance(most, int):
+    if at.mesh.device_type != "cuda" or most is None:
         return False
     return symm.available(groups.group(at.names[0]), torch.device("cuda", torch.cuda.current_device()))
 

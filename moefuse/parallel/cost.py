@@ -96,11 +96,11 @@ def cheapest(tokens: int | None, row: int, experts: int, world: int, hosts: int,
         row: bytes of a token.
         experts: bytes of the experts of a layer, on all ranks.
         hosts: on which the ranks are.
-        shared: whether ranks can write each other's memory.
+        shared: whether ranks can write each other's memory, and have as many tokens as each other, or not more than are known before.
     """
     if hosts > 1:
         return _over_hosts(tokens, row, world, hosts)
-    way = "symm" if shared and tokens is not None else "allgather"
+    way = "symm" if shared else "allgather"
     if tokens is None or tokens < _MANY or world == 1:
         return way
     us = shared_us(tokens, row, world) if way == "symm" else tokens_us(tokens, row, world)

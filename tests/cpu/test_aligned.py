@@ -94,6 +94,7 @@ ELSEWHERE = {
 """Operations that are called nowhere here nor in tests/dist/aligned.py, and why."""
 
 OVER_RANKS = {
+    "ep_experts_infer",
     "gathered",
     "gathered_backward",
     "gathered_slices",

@@ -17,7 +17,7 @@ from tests.cpu.order_case import BODIES, CASES, ORDERS, compared
 
 ACROSS_RANKS = {
     *(f"{name}{end}" for name in ("gathered", "gathered_slices", "on_one_rank") for end in ("", "_backward")),
-    "ep_dispatch", "ep_combine", "ep_experts", "ep_send", "ep_give_back",
+    "ep_dispatch", "ep_combine", "ep_experts", "ep_experts_infer", "ep_send", "ep_give_back",
 }  # fmt: skip
 IN_CPP = ("experts", "recomputed", "bounded")
 UNASKED = {

@@ -262,6 +262,7 @@ def test_without_a_tangent_the_kernel_runs() -> None:
 BELOW = {
     "experts_infer",
     "experts_extended_infer",
+    "ep_experts_infer",
     "unpacked",
     "ep_local_ids",
     "room",

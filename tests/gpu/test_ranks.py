@@ -136,3 +136,80 @@ def wants_on_one_rank(rank: int, how: dict[str, Any]) -> float:
         wanted = getattr(single.get_submodule(layer), part).grad
         worst = max(worst, ((grad.full_tensor() - wanted).abs().max() / wanted.abs().max()).item())
     return worst
+
+
+@pytest.mark.parametrize("most", [64, "equal"])
+def test_from_records(two: Workers, most: Any) -> None:
+    """Other tokens in every step, in memory full of NaN, past the calls in which Python makes the records; and what C++ has then."""
+    for worst, played in two.run(from_records, most):
+        assert worst <= 2e-5
+        assert played >= 10
+
+
+def from_records(rank: int, most: Any) -> tuple[float, int]:
+    """(The largest relative difference of outputs and gradients from one process, kinds of calls that are played)."""
+    from moefuse.kernels.triton.launch import player
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    single = layers.Model(layers.Stacked, 6).cuda()
+    model: nn.Module = copy.deepcopy(single)
+    mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("ep",))["ep"]
+    moefuse.parallelize(model, mesh, max_tokens=most, transport="symm")
+    run = torch.compile(model, backend="moefuse", dynamic=False)
+    worst, drawn = 0.0, torch.Generator().manual_seed(3)
+    for step in range(7):
+        every = [torch.randn(n, layers.H, generator=drawn).cuda() for n in ((64, 64) if most == "equal" else (5, 64))]
+        model.zero_grad()
+        single.zero_grad()
+        filled = torch.full((1 << 20,), float("nan"), device="cuda")
+        del filled
+        out = run(every[rank])
+        out.square().mean().backward()
+        wanted = [single(x) for x in every]
+        sum((y.square().mean() for y in wanted), torch.zeros((), device="cuda")).div(2).backward()
+        with torch.no_grad():
+            again = run(every[rank])
+        for name in ("first.gate_up", "first.down", "second.gate_up", "second.down"):
+            layer, _, part = name.partition(".")
+            grad: Any = model.get_submodule(layer)._parameters[part].grad  # type: ignore[union-attr]
+            theirs = getattr(single.get_submodule(layer), part).grad
+            worst = max(worst, ((grad.full_tensor() - theirs).abs().max() / theirs.abs().max()).item())
+        for found in (out, again):
+            worst = max(worst, ((found - wanted[rank]).abs().max() / wanted[rank].abs().max()).item())
+        if step == 2:  # weights that have changed are those of the next call
+            for made in (single, model):
+                with torch.no_grad():
+                    for p in made.parameters():
+                        p.mul_(1.25)
+    known = player.active()
+    return worst, 0 if known is None else int(known.library.moefuse_known())
+
+
+def test_unequal_numbers_are_loud() -> None:
+    """Rows would not be where the other rank looks for them: the device stops, which nobody can take for a result."""
+    workers = Workers(2, timeout=60, cuda=True)
+    try:
+        for done, text in workers.try_to(unequal):
+            assert done
+            assert "CUDA" in text, text
+    finally:
+        workers.close()
+
+
+def unequal(rank: int) -> str:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: nn.Module = layers.Model(layers.Stacked, 6).cuda()
+    mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("ep",))["ep"]
+    moefuse.parallelize(model, mesh, max_tokens="equal", transport="symm")
+    run = torch.compile(model, backend="moefuse")
+    with torch.no_grad():
+        run(torch.randn(16, layers.H, device="cuda"))
+        torch.cuda.synchronize()
+        try:
+            run(torch.randn(16 - rank, layers.H, device="cuda"))
+            torch.cuda.synchronize()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"

@@ -104,7 +104,7 @@ def test_choices() -> None:
     assert cheapest(10**6, ROW, EXPERTS, 8, hosts=1) == "gather"
     assert cheapest(10**9, ROW, EXPERTS, 1, hosts=1) == "allgather"  # alone
     assert cheapest(8, ROW, EXPERTS, 8, hosts=1, shared=True) == cheapest(4096, ROW, EXPERTS, 2, hosts=1, shared=True) == "symm"
-    assert cheapest(None, ROW, EXPERTS, 8, hosts=1, shared=True) == "allgather"  # no buffers without a number
+    assert cheapest(None, ROW, EXPERTS, 8, hosts=1, shared=True) == "symm"  # equal numbers, which buffers grow with
     assert cheapest(10**6, ROW, EXPERTS, 8, hosts=1, shared=True) == "gather"
 
 

@@ -112,8 +112,8 @@ def ranks(seed: int) -> Any:
     from moefuse.kernels.triton.provide import ranks, symm
 
     size, at_flags = 4096, 2 * 4096
-    memory = [torch.ones(2 * size // 4 + 4) for _ in range(2)]
-    flags = memory[0][-4:].view(torch.int32)[:2].fill_(1 << 20)
+    memory = [torch.ones(2 * size // 4 + 3 * 64) for _ in range(2)]
+    flags = memory[0].view(torch.int32)[-3 * 64 :].fill_(1 << 20)
     at = symm.Shared(torch.tensor([m.data_ptr() for m in memory]), torch.zeros(2, dtype=torch.int32), flags)
     how = symm.Transfer.of(2, 0, size, at_flags, T, (0, 2048, 3072), 0)
     place = torch.arange(E, dtype=torch.int32)

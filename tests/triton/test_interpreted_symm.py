@@ -14,6 +14,7 @@ from torch import Tensor
 from moefuse.parallel.placement import placed
 from moefuse.runtime.transports.symm import Buffers, regions
 
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 SIZE = 1 << 14
 H, K, E = 5, 2, 7
 

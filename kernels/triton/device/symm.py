@@ -3,11 +3,12 @@
 A transfer is two kernels on each rank with a barrier of all ranks between them: one *pushes* this rank's rows into the buffers of those
 that need them, one *takes* what has come out of a rank's own buffer. Whoever sends knows from ids who needs a row; stores to a peer wait
 for nothing, where loads from it take the link's latency one after another (ids, then rows): pushing was measured to be faster than pulling.
-(Waiting inside of the second kernel would hold the device against what others may be waiting for, NCCL's kernels for instance; the barrier
-is one program.) There are two sets of buffers. A rank may write to a set again when all have taken what was in it: they have, once they
-came to the barrier of the transfer in between. Transfers are counted on the device, so that a CUDA graph may be replayed between other
-calls: ``turn`` is [next, current]; pushes read the first and write the second, takes the other way round. ``flags`` [P] of a rank: how
-many transfers each rank has pushed.
+Few rows are taken by few programs, which come to the barrier themselves (WAITS). More programs would hold the device against what others
+may be waiting for, NCCL's kernels for instance; in front of them the barrier is a kernel of one program. There are two sets of buffers. A
+rank may write to a set again when all have taken what was in it: they have, once they came to the barrier of the transfer in between.
+Transfers are counted on the device, so that a CUDA graph may be replayed between other calls: ``turn`` is [next, current]; pushes read the
+first and write the second, takes the other way round. ``flags`` [3, 64] of a rank: how many transfers each rank has pushed, and M as each
+has it, of the last two transfers: a rank is at most one ahead.
 
 P ranks, M the most rows of any; row t of rank r arrives as r * M + t. ``took`` [P * M]: whether this rank has an expert of a row; ``to``
 [T]: the ranks that have one of a token, a bit each. ``bases`` [P]: where each rank's memory is; a rank's own rows go through no buffer.
@@ -40,16 +41,26 @@ def _current(turn):
     return now
 
 
-@triton.jit(do_not_specialize=["rank"])
-def barrier(bases, turn, flags, rank, at_flags, patience, WORLD: tl.constexpr, BW: tl.constexpr, TIMED: tl.constexpr):
-    """One program, between a push and a take: tells all ranks that this one has pushed, and waits until they have.
+@triton.jit(do_not_specialize=["M", "rank"])
+def barrier(bases, turn, flags, M, rank, at_flags, patience, WORLD: tl.constexpr, BW: tl.constexpr, TIMED: tl.constexpr):
+    """One program, between a push and a take."""
+    _meet(bases, turn, flags, M, rank, at_flags, patience, WORLD, BW, TIMED)
 
-    TIMED (CUDA): after ``patience`` nanoseconds the device traps, for there is no other way out of a wait for a rank that is gone.
+
+@triton.jit
+def _meet(bases, turn, flags, M, rank, at_flags, patience, WORLD: tl.constexpr, BW: tl.constexpr, TIMED: tl.constexpr):
+    """The first program tells all ranks that this one has pushed; every program waits until they all have.
+
+    TIMED (CUDA): after ``patience`` nanoseconds the device traps, for there is no other way out of a wait for a rank that is gone. It does
+    so at once where another rank has another M, and rows are not where this one looks for them.
     """
     r = tl.arange(0, BW)
     count = tl.load(turn + 1) + 1  # []
-    theirs = (tl.load(bases + r, mask=r < WORLD, other=0) + at_flags).to(tl.pointer_type(tl.int32))  # [BW]
-    tl.atomic_xchg(theirs + rank, tl.zeros([BW], tl.int32) + count, mask=r < WORLD, sem="release", scope="sys")
+    at_most = 64 + (count & 1) * 64
+    if tl.program_id(0) == 0:
+        theirs = (tl.load(bases + r, mask=r < WORLD, other=0) + at_flags).to(tl.pointer_type(tl.int32))  # [BW]
+        tl.store(theirs + at_most + rank, tl.zeros([BW], tl.int32) + M, mask=r < WORLD)
+        tl.atomic_xchg(theirs + rank, tl.zeros([BW], tl.int32) + count, mask=r < WORLD, sem="release", scope="sys")
     seen = tl.load(flags + r, mask=r < WORLD, other=0, volatile=True)  # [BW]
     if TIMED:
         begin = tl.extra.cuda.globaltimer()
@@ -59,6 +70,10 @@ def barrier(bases, turn, flags, rank, at_flags, patience, WORLD: tl.constexpr, B
             if tl.extra.cuda.globaltimer() - begin > patience:
                 tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     tl.atomic_add(flags + r, tl.zeros([BW], tl.int32), mask=r < WORLD, sem="acquire", scope="sys")
+    if TIMED:
+        theirs_most = tl.load(flags + at_most + r, mask=r < WORLD, other=M, volatile=True)  # [BW]
+        if tl.max(tl.where(theirs_most != M, 1, 0), 0) > 0:
+            tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -73,6 +88,12 @@ def _other(j, M, rank):
     """(t, r) of the j-th row of those that the other ranks have, or are for."""
     r = j // M
     return j % M, tl.where(r >= rank, r + 1, r)
+
+
+@triton.jit
+def _wide(n):
+    """A row's number, of which products are offsets."""
+    return tl.full([], 1, tl.int64) * n
 
 
 @triton.jit
@@ -147,23 +168,27 @@ def push_tokens(
                 _copy(w + t * FW, (base + at_w).to(tl.pointer_type(w.dtype.element_ty)) + here_x * FW, live, FW, BW)
 
 
-@triton.jit(do_not_specialize=["M", "rank"])
+@triton.jit(do_not_specialize=["M", "N", "rank"])
 def take_tokens(
-    bases, turn, x, w, local, took, M, rank, set_bytes, at_w, at_ids, K,
+    bases, turn, flags, x, w, local, took, M, N, rank, at_flags, patience, set_bytes, at_w, at_ids, K,
+    WAITS: tl.constexpr, WORLD: tl.constexpr, BP: tl.constexpr, TIMED: tl.constexpr,
     WEIGHTS: tl.constexpr, FX: tl.constexpr, FW: tl.constexpr, BX: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row of another rank: what has come of it; zeros and -1 where this rank has none of its experts."""
-    t, r = _other(tl.program_id(0).to(tl.int64), M, rank)
-    j = r * M + t
+    """N rows of other ranks: what has come of each; zeros and -1 where this rank has none of its experts."""
+    if WAITS:
+        _meet(bases, turn, flags, M, rank, at_flags, patience, WORLD, BP, TIMED)
     base = _set(bases, rank, _current(turn), set_bytes)
     k = tl.arange(0, BK)
-    e = tl.load((base + at_ids).to(tl.pointer_type(tl.int32)) + j * K + k, mask=k < K, other=-1)  # [BK]
-    live = tl.max(e, 0) >= 0
-    tl.store(local + j * K + k, e, mask=k < K)  # [BK]
-    tl.store(took + j, live.to(tl.int32))  # []
-    _copy(base.to(tl.pointer_type(x.dtype.element_ty)) + j * FX, x + j * FX, live, FX, BX)
-    if WEIGHTS:
-        _copy((base + at_w).to(tl.pointer_type(w.dtype.element_ty)) + j * FW, w + j * FW, live, FW, BW)
+    for n in range(tl.program_id(0), N, tl.num_programs(0)):
+        t, r = _other(_wide(n), M, rank)
+        j = r * M + t
+        e = tl.load((base + at_ids).to(tl.pointer_type(tl.int32)) + j * K + k, mask=k < K, other=-1)  # [BK]
+        live = tl.max(e, 0) >= 0
+        tl.store(local + j * K + k, e, mask=k < K)  # [BK]
+        tl.store(took + j, live.to(tl.int32))  # []
+        _copy(base.to(tl.pointer_type(x.dtype.element_ty)) + j * FX, x + j * FX, live, FX, BX)
+        if WEIGHTS:
+            _copy((base + at_w).to(tl.pointer_type(w.dtype.element_ty)) + j * FW, w + j * FW, live, FW, BW)
 
 
 @triton.jit(do_not_specialize=["T", "M", "rank"])
@@ -183,13 +208,19 @@ def push_rows(
         _copy_scaled(rows + t * F, base.to(tl.pointer_type(rows.dtype.element_ty)) + here * F, live, scale, F, B, SCALED)
 
 
-@triton.jit(do_not_specialize=["M", "rank"])
-def take_rows(bases, took, turn, out, M, rank, set_bytes, at, F: tl.constexpr, B: tl.constexpr):
-    """A program for each row of another rank: into ``out`` [P * M, F]; zeros where ``took`` is not set."""
-    t, r = _other(tl.program_id(0).to(tl.int64), M, rank)
-    j = r * M + t
+@triton.jit(do_not_specialize=["M", "N", "rank"])
+def take_rows(
+    bases, took, turn, flags, out, M, N, rank, at_flags, patience, set_bytes, at,
+    WAITS: tl.constexpr, WORLD: tl.constexpr, BP: tl.constexpr, TIMED: tl.constexpr, F: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """N rows of other ranks into ``out`` [P * M, F]; zeros where ``took`` is not set."""
+    if WAITS:
+        _meet(bases, turn, flags, M, rank, at_flags, patience, WORLD, BP, TIMED)
     base = _set(bases, rank, _current(turn), set_bytes) + at
-    _copy(base.to(tl.pointer_type(out.dtype.element_ty)) + j * F, out + j * F, tl.load(took + j) > 0, F, B)
+    for n in range(tl.program_id(0), N, tl.num_programs(0)):
+        t, r = _other(_wide(n), M, rank)
+        j = r * M + t
+        _copy(base.to(tl.pointer_type(out.dtype.element_ty)) + j * F, out + j * F, tl.load(took + j) > 0, F, B)
 
 
 @triton.jit(do_not_specialize=["M", "rank"])
@@ -205,21 +236,24 @@ def push_back(rows, bases, took, turn, M, rank, set_bytes, at, F: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["M", "rank", "T"])
 def take_sums(
-    own, bases, to, turn, out, M, rank, T, scale, set_bytes, at,
-    WORLD: tl.constexpr, WIDE: tl.constexpr, F: tl.constexpr, B: tl.constexpr,
+    own, bases, to, turn, flags, out, M, rank, T, at_flags, patience, scale, set_bytes, at,
+    WAITS: tl.constexpr, WORLD: tl.constexpr, BP: tl.constexpr, TIMED: tl.constexpr, WIDE: tl.constexpr, F: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Program t: what the ranks of ``to`` have sent for token t, this one's in ``own`` [P * M, F]: added in order in WIDE, times
-    ``scale``, rounded once."""
-    t = tl.program_id(0).to(tl.int64)
+    """What the ranks of ``to`` have sent for each token, this one's in ``own`` [P * M, F]: added in order in WIDE, times ``scale``, rounded
+    once."""
+    if WAITS:
+        _meet(bases, turn, flags, M, rank, at_flags, patience, WORLD, BP, TIMED)
     came = (_set(bases, rank, _current(turn), set_bytes) + at).to(tl.pointer_type(out.dtype.element_ty))
-    who = tl.load(to + t, mask=t < T, other=0)  # []
-    for start in range(0, F, B):
-        o = start + tl.arange(0, B)
-        total = tl.zeros([B], WIDE)
-        for r in tl.static_range(WORLD):
-            live = (((who >> r) & 1) > 0) & (o < F)
-            if r == rank:
-                total += tl.load(own + (r * M + t) * F + o, mask=live, other=0).to(WIDE)  # [B]
-            else:
-                total += tl.load(came + (r * M + t) * F + o, mask=live, other=0).to(WIDE)  # [B]
-        tl.store(out + t * F + o, (total * scale).to(out.dtype.element_ty), mask=(o < F) & (t < T))  # [B]
+    for n in range(tl.program_id(0), T, tl.num_programs(0)):
+        t = _wide(n)
+        who = tl.load(to + t)  # []
+        for start in range(0, F, B):
+            o = start + tl.arange(0, B)
+            total = tl.zeros([B], WIDE)
+            for r in tl.static_range(WORLD):
+                live = (((who >> r) & 1) > 0) & (o < F)
+                if r == rank:
+                    total += tl.load(own + (r * M + t) * F + o, mask=live, other=0).to(WIDE)  # [B]
+                else:
+                    total += tl.load(came + (r * M + t) * F + o, mask=live, other=0).to(WIDE)  # [B]
+            tl.store(out + t * F + o, (total * scale).to(out.dtype.element_ty), mask=o < F)  # [B]

@@ -26,6 +26,8 @@ from moefuse.tuning.problem import power_of_two
 
 _BLOCK = 2048
 """Elements that a program has in flight."""
+_SUMS = 1024
+"""As many of every rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +86,7 @@ def dispatch(
         each token.
     """
     came = push_tokens(rows, ids, place, slots, at, how)
-    barrier(at, how)
-    take_tokens(*came[:3], at, how)
+    take_tokens(*came[:3], at, how, met(how.others, at, how))
     return came
 
 
@@ -94,8 +95,7 @@ def send(rows: tuple[Tensor, ...], took: Tensor, to: Tensor, at: Shared, how: Tr
     """Own rows [T, F] each, times ``scale``, to the ranks in ``to`` [T]; [P * M, F] each of what came, zeros where ``took`` [P * M] is not
     set."""
     every = push_rows(rows, to, at, how, scale)
-    barrier(at, how)
-    take_rows(every, took, at, how)
+    take_rows(every, took, at, how, met(how.others, at, how))
     return every
 
 
@@ -104,8 +104,7 @@ def give_back(rows: tuple[Tensor, ...], took: Tensor, to: Tensor, at: Shared, ho
     """Rows [P * M, F] each that this rank has for those that it ``took``, to their ranks; [T, F] each, summed over ranks in their order,
     times ``scale``."""
     push_back(rows, took, at, how)
-    barrier(at, how)
-    return take_sums(rows, to, at, how, scale)
+    return take_sums(rows, to, at, how, scale, met(to.shape[0], at, how))
 
 
 def push_tokens(
@@ -129,17 +128,17 @@ def push_tokens(
     return every, local, took, to
 
 
-def take_tokens(every: tuple[Tensor, ...], local: Tensor, took: Tensor, at: Shared, how: Transfer) -> None:
-    """The last part of :func:`dispatch`, into its results."""
+def take_tokens(every: tuple[Tensor, ...], local: Tensor, took: Tensor, at: Shared, how: Transfer, after: bool = True) -> None:
+    """The last part of :func:`dispatch`, into its results; ``after`` the barrier, or with it."""
     if not how.others:
         return
     x, w = _pair(every)
     launch(
-        symm.take_tokens, (how.others,), {"bases": at.bases, "turn": at.turn, "x": x, "w": w, "local": local, "took": took},
-        M=how.most, rank=how.rank, K=local.shape[1], **_two(x, w, every, how), **_blocks(x, w, local),
+        symm.take_tokens, _programs(how.others), {**at._asdict(), "x": x, "w": w, "local": local, "took": took},
+        N=how.others, K=local.shape[1], **_two(x, w, every, how), **_blocks(x, w, local), **_meeting(how, after),
     )  # fmt: skip
     for out, start in zip(every[2:], how.spans[2:], strict=False):
-        _take(out, took, start, at, how)
+        _take(out, took, start, at, how, True)
 
 
 def push_rows(rows: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer, scale: float = 1.0) -> tuple[Tensor, ...]:
@@ -150,10 +149,10 @@ def push_rows(rows: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer, s
     return every
 
 
-def take_rows(every: tuple[Tensor, ...], took: Tensor, at: Shared, how: Transfer) -> None:
+def take_rows(every: tuple[Tensor, ...], took: Tensor, at: Shared, how: Transfer, after: bool = True) -> None:
     """The last part of :func:`send`, into its results."""
-    for out, start in zip(every, how.spans, strict=False):
-        _take(out, took, start, at, how)
+    for i, (out, start) in enumerate(zip(every, how.spans, strict=False)):
+        _take(out, took, start, at, how, after or i > 0)
 
 
 def push_back(rows: tuple[Tensor, ...], took: Tensor, at: Shared, how: Transfer) -> None:
@@ -166,29 +165,45 @@ def push_back(rows: tuple[Tensor, ...], took: Tensor, at: Shared, how: Transfer)
         )  # fmt: skip
 
 
-def take_sums(own: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer, scale: float = 1.0) -> tuple[Tensor, ...]:
+def take_sums(own: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer, scale: float = 1.0, after: bool = True) -> tuple[Tensor, ...]:
     """The last part of :func:`give_back`."""
     found = []
     for part, start in zip(own, how.spans, strict=False):
         out = part.new_empty((to.shape[0], *part.shape[1:]))
         wide: Any = tl.float64 if accumulation_dtype(part.dtype) == torch.float64 else tl.float32
         launch(
-            symm.take_sums, (max(to.shape[0], 1),), {"own": part, "bases": at.bases, "to": to, "turn": at.turn, "out": out},
-            M=how.most, rank=how.rank, T=to.shape[0], scale=scale, set_bytes=how.set_bytes, at=start, WORLD=how.size, WIDE=wide,
-            F=out.shape[1], B=_block(out),
+            symm.take_sums, _programs(to.shape[0]), {**at._asdict(), "own": part, "to": to, "out": out},
+            T=to.shape[0], scale=scale, set_bytes=how.set_bytes, at=start, WIDE=wide, F=out.shape[1], B=min(_block(out), _SUMS),
+            **_meeting(how, after or bool(found)),
         )  # fmt: skip
         found.append(out)
     return tuple(found)
 
 
-def barrier(at: Shared, how: Transfer) -> None:
-    """No rank goes on before all have pushed."""
+def met(rows: int, at: Shared, how: Transfer) -> bool:
+    """No rank goes on before all have pushed: True if there is a barrier now; False if whoever takes so few rows is to come to it."""
     if not how.others:
-        return
-    launch(
-        symm.barrier, (1,), {"bases": at.bases, "turn": at.turn, "flags": at.flags}, warps=1,
-        rank=how.rank, at_flags=how.at_flags, patience=how.patience, WORLD=how.size, BW=power_of_two(how.size), TIMED=_TIMED,
-    )  # fmt: skip
+        return True
+    if rows <= _FEW:
+        return False
+    meeting = _meeting(how, False)
+    launch(symm.barrier, (1,), at._asdict(), warps=1, BW=meeting.pop("BP"), **{n: meeting[n] for n in meeting if n != "WAITS"})
+    return True
+
+
+def _meeting(how: Transfer, after: bool) -> dict[str, Any]:
+    """What a kernel has to know that may come to the barrier."""
+    ranks = {"M": how.most, "rank": how.rank, "WORLD": how.size, "BP": power_of_two(how.size)}
+    return {**ranks, "at_flags": how.at_flags, "patience": how.patience, "WAITS": not after, "TIMED": _TIMED}
+
+
+_FEW = 1024
+_WAITING = 256
+"""Rows that are taken by at most so many programs, which leave room on the device for what other ranks may be waiting for."""
+
+
+def _programs(rows: int) -> tuple[int]:
+    return (min(max(rows, 1), _WAITING) if rows <= _FEW else rows,)
 
 
 _TIMED = torch.version.hip is None and not INTERPRETED
@@ -204,13 +219,13 @@ def _push(own: Tensor, to: Tensor, out: Tensor, start: int, at: Shared, how: Tra
     )  # fmt: skip
 
 
-def _take(out: Tensor, took: Tensor, start: int, at: Shared, how: Transfer) -> None:
+def _take(out: Tensor, took: Tensor, start: int, at: Shared, how: Transfer, after: bool) -> None:
     if not how.others:
         return
     flat = _bits(out)
     launch(
-        symm.take_rows, (how.others,), {"bases": at.bases, "took": took, "turn": at.turn, "out": flat},
-        M=how.most, rank=how.rank, set_bytes=how.set_bytes, at=start, F=flat.shape[1], B=_block(flat),
+        symm.take_rows, _programs(how.others), {**at._asdict(), "took": took, "out": flat},
+        N=how.others, set_bytes=how.set_bytes, at=start, F=flat.shape[1], B=_block(flat), **_meeting(how, after),
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ MOST_RANKS = 63
 """A token's ranks are bits of an int64."""
 _ALIGN = 256
 """Bytes."""
-_HEAD = 4
+_HEAD = 6
 """Times ``_ALIGN`` bytes behind the sets for ``bases``, ``turn`` and ``flags``, which no allocator may give away between CUDA graphs."""
 _WAIT = 600.0
 """Seconds, where the process group does not say how long to wait."""
@@ -45,7 +45,7 @@ class Buffers:
     Attributes:
         bases: [P] int64, of every rank's memory.
         turn: [2] int32, transfers counted on the device.
-        flags: [P] int32, transfers that each rank has pushed; at the same place in every rank's memory.
+        flags: [3, 64] int32, what each rank says at a barrier; at the same place in every rank's memory.
         patience: nanoseconds that a rank waits for the others.
         older: buffers that older graphs know.
     """
@@ -95,13 +95,13 @@ def buffers(group: Group, device: torch.device, needed: int) -> Buffers:
         raise ParallelError(f"transport='symm' needs GPUs that can write each other's memory, and has none ({error}): {_ELSE}") from error
     head = memory[2 * size :].zero_()
     bases = head.view(torch.int64)[: group.size].copy_(torch.tensor(addresses))
-    turn, flags = (head[part * _ALIGN :].view(torch.int32) for part in (2, 3))
+    turn, flags = head[2 * _ALIGN : 3 * _ALIGN].view(torch.int32), head[3 * _ALIGN :].view(torch.int32).view(3, -1)
     wait = _torch_private.timeout_of(group.process_group)
     patience = int(1e9 * (_WAIT if wait is None else wait.total_seconds()))
     torch.cuda.synchronize(device)
     exchanged(group.host, group.size, 1)  # nobody raises a flag that its owner has yet to lower
     providers.forget_records()  # of calls that use the older ones, which other ranks may not have
-    _buffers[group.name, device] = Buffers(memory, bases, turn[:2], flags[: group.size], size, patience, known)
+    _buffers[group.name, device] = Buffers(memory, bases, turn[:2], flags, size, patience, known)
     return _buffers[group.name, device]
 
 
