@@ -167,7 +167,7 @@ def push_back(rows: tuple[Tensor, ...], took: Tensor, at: Shared, how: Transfer)
 
 def take_sums(own: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer, scale: float = 1.0, after: bool = True) -> tuple[Tensor, ...]:
     """The last part of :func:`give_back`."""
-    found = []
+    found: list[Tensor] = []
     for part, start in zip(own, how.spans, strict=False):
         out = part.new_empty((to.shape[0], *part.shape[1:]))
         wide: Any = tl.float64 if accumulation_dtype(part.dtype) == torch.float64 else tl.float32
