@@ -94,9 +94,10 @@ def backend(
         compiled = rewrite.compile_or_restore(gm, report, saved, frame, run_compiler)
         compiled = inference_inputs.ordinary(compiled, frozen)
         compiled = history.watched(report, compiled, example_inputs)
-        if _torch_private.communicates(gm):
-            compiled = _torch_private.failures.as_raised(compiled)
-        return pieces.telling(compiled) if report.fused and pieces.inside() else compiled
+        spread = _torch_private.communicates(gm)
+        if report.fused and (spread or pieces.inside()):
+            compiled = pieces.telling(compiled)
+        return _torch_private.failures.as_raised(compiled) if spread else compiled
     except Exception:
         history.withdraw(report)
         raise

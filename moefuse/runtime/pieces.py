@@ -31,7 +31,7 @@ def inside() -> bool:
 
 
 def telling(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph with fused experts, which says that it runs: where it is replayed as a CUDA graph, its ops do not."""
+    """A graph with fused experts, which says that it runs: where its ops are played from records, or as a CUDA graph, they do not."""
 
     def run(*args: Any) -> Any:
         note("experts")

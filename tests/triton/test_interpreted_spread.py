@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moefuse import _torch_private
+from moefuse._torch_private import failures
 from moefuse.errors import PeerError
 from moefuse.ops import rounds
 from moefuse.ops.meaning.call import ExpertsCall
@@ -170,7 +171,7 @@ def test_fewer_tokens_are_a_kind(spread: Any, world: World) -> None:
     assert world.refusals == world.python == []
 
 
-def test_not_played_out_of_step(spread: Any, world: World) -> None:
+def test_not_played_out_of_step(spread: Any, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         spread(0)
     groups.group("record").standing.leave("an error")
@@ -178,6 +179,12 @@ def test_not_played_out_of_step(spread: Any, world: World) -> None:
     with pytest.raises(PeerError, match="not in step any more since an earlier error"):
         spread(0)
     assert not world.launched
+    monkeypatch.setattr(rounds, "_as_raised", torch.ops.moefuse.ep_experts_infer.default)
+    with pytest.raises(RuntimeError, match="not in step any more since an earlier error"):
+        spread(0)
+    left = failures._last.error
+    assert isinstance(left, PeerError)
+    assert left.__traceback__ is None, "the tensors of a call that has failed are kept"
 
 
 def test_a_failure_in_the_middle(spread: Any, world: World) -> None:
