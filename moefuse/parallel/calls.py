@@ -46,7 +46,7 @@ def gathering_once(module: nn.Module) -> None:
 
     for function in (as_written, whole):
         _torch_private.inlined_only(function)
-    module.__class__ = views.subclass(kind, {"forward": forward, views.ONCE: staticmethod(as_written), hooked.WHY: ""})
+    module.__class__ = views.subclass(kind, {"forward": forward, views.ONCE: staticmethod(as_written), hooked.WHY: ""}, "a layer")
     object.__setattr__(module, hooked.WHY, "")
 
 
@@ -59,7 +59,7 @@ def _ended(reads: views.Reads, made: list[str], out: Any) -> Any:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _gathered(layer: nn.Module) -> list[Tensor]:
     """All weights that the layer's experts have on other ranks, in the same order on each."""
-    return [views.full(holder, own, held.where.of(name)) for holder, held in holders_of(layer).items() for name, own in held.names.items()]
+    return [views.full(holder, own) for holder, held in holders_of(layer).items() for own in held.names.values()]
 
 
 class _Behind(torch.autograd.Function):

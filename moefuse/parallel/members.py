@@ -23,12 +23,12 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.
 HOLDER = "_moefuse_holder"
 """The attribute of an expert, and of a module in it whose Parameters were taken, that has the list; in a tuple, so that it is no child."""
 MEMBER = "_moefuse_member"
-"""The attribute of such a module's class that has its :class:`Member`."""
+"""The attribute of such a module's class that has its :class:`Member`: modules at one place in experts of one number share it."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A module in an expert; an attribute of its class, which is its own.
+    """A module in an expert; an attribute of its class.
 
     Attributes:
         expert: whose rows of the list's Parameters it reads.
@@ -78,13 +78,13 @@ def check_whole(member: Member, prefix: str, what: str, layer: str) -> None:
         )
 
 
-def freezing(kind: type[nn.Module], layer: str) -> dict[str, Any]:
-    """Methods for the class of an expert, and of each module in it with Parameters, that warn of freezing one expert."""
+def freezing(kind: type[nn.Module], layer: Callable[[nn.Module], str]) -> dict[str, Any]:
+    """Methods for the class of an expert, and of each module in it with Parameters, that warn of freezing one expert of a ``layer``."""
 
     def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
         warnings.warn(
-            f"requires_grad_({requires_grad}) of an expert of {layer} changes nothing: moefuse.parallelize has put its weights into the "
-            "list of all of them. Call it on the list, or on plan.parameters",
+            f"requires_grad_({requires_grad}) of an expert of {layer(self)} changes nothing: moefuse.parallelize has put its weights into "
+            "the list of all of them. Call it on the list, or on plan.parameters",
             stacklevel=2,
         )
         return kind.requires_grad_(self, requires_grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from moefuse.parallel.where import Where
 
 @dataclass(frozen=True)
 class Held:
-    """What a module holds in the place of experts' Parameters; an attribute of its class, which is its own.
+    """What a module holds in the place of experts' Parameters; an attribute of it, and of its copies.
 
     Attributes:
         names: of each Parameter of the experts of which ranks hold parts (a path from an expert, if they are a list), the module's own.
@@ -30,15 +30,21 @@ class Held:
     names: Mapping[str, str]
     listed: bool = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+        return self
 
-_HELD = "_moefuse_held"
+
+HELD = "_moefuse_held"
 
 
 def held_of(module: nn.Module) -> Held | None:
     """What a module holds, if its experts are spread. A list that was made of a part of another one has its class and holds nothing."""
-    held: Held | None = getattr(type(module), _HELD, None)
-    holds = held is not None and (not held.listed or all(name in module._parameters for name in held.names.values()))
-    return held if holds else None
+    return vars(module).get(HELD)
+
+
+def _where(module: nn.Module) -> Where:
+    held: Held = vars(module)[HELD]
+    return held.where
 
 
 def holders_of(model: nn.Module) -> dict[nn.Module, Held]:
@@ -85,7 +91,10 @@ def _held(site: Site, where: Where) -> Held:
 
 
 def _body(kind: type[nn.Module], held: Held) -> dict[str, Any]:
-    """What the class of a module that holds experts has: state with the model's keys, and what hangs on Parameters stays with new ones."""
+    """What the class of a module that holds experts has: state with the model's keys, and what hangs on Parameters stays with new ones.
+
+    Layers of a kind share it: of ``held`` it reads what :func:`_key` has.
+    """
     of_state = state.of_list if held.listed else state.of_stacked
 
     def apply(self: Any, function: Any, recurse: bool = True) -> Any:
@@ -97,7 +106,16 @@ def _body(kind: type[nn.Module], held: Held) -> dict[str, Any]:
         kind.__setstate__(self, found)
         _settle(self)
 
-    return {**of_state(kind, held.names, held.where, _settle), _HELD: held, "_apply": apply, "__setstate__": setstate}
+    return {**of_state(kind, held.names, _where, _settle), "_apply": apply, "__setstate__": setstate}
+
+
+def _key(held: Held) -> Hashable:
+    return held.listed, tuple(held.names.items()), bool(held.where.terms)
+
+
+def _know(module: nn.Module, held: Held) -> None:
+    object.__setattr__(module, HELD, held)
+    object.__setattr__(module, views.WAYS, views.Ways({own: held.where.of(name) for name, own in held.names.items()}))
 
 
 def _settle(module: nn.Module) -> None:
@@ -131,9 +149,12 @@ def _shard_stacked(site: Stacked, held: Held) -> None:
 
 
 def hold(module: nn.Module, held: Held, body: Mapping[str, Any] | None = None) -> None:
-    """Let a module read its Parameters, of which this rank has a part, as full ones; ``body``: what else its class has."""
-    properties = {name: _reader(name, held.where.of(name)) for name in held.names}
-    views.with_properties(module, {**properties, **_place(held)}, {**_body(type(module), held), **(body or {})})
+    """Let a module read its Parameters, of which this rank has a part, as full ones; ``body``: what else its class has, which follows from
+    what that was before."""
+    _know(module, held)
+    properties = {name: _reader(name) for name in held.names}
+    key = (*(body or ()), _key(held))
+    views.with_properties(module, {**properties, **_place(held)}, {**_body(type(module), held), **(body or {})}, key)
     _settle(module)
 
 
@@ -146,13 +167,13 @@ def _place(held: Held) -> dict[str, Callable[[Any], Tensor]]:
     def place(module: Any) -> Tensor:
         if first not in module._parameters:
             raise AttributeError(f"{type(module).__name__} was made of a list of experts, and does not hold their weights")
-        return held.where.table.on(module._parameters[first].to_local().device)
+        return _where(module).table.on(module._parameters[first].to_local().device)
 
     return {views.PLACE: place}
 
 
-def _reader(name: str, of: views.Of) -> Callable[[Any], Tensor]:
-    return lambda module: views.full(module, name, of)
+def _reader(name: str) -> Callable[[Any], Tensor]:
+    return lambda module: views.full(module, name)
 
 
 def _shard_listed(site: Listed, held: Held) -> None:
@@ -165,7 +186,7 @@ def _shard_listed(site: Listed, held: Held) -> None:
     holder = site.module
     taken = dict.fromkeys(path.rpartition(".")[0] for path in held.names)
     # One class for the experts of one class: a loop over them runs them alike.
-    kinds = {kind: views.subclass(kind, _of_expert(kind, where.layer)) for kind in {type(item) for item in site.items if "" not in taken}}
+    kinds = {kind: views.subclass(kind, _of_expert(kind), "an expert") for kind in {type(item) for item in site.items if "" not in taken}}
     for expert, item in enumerate(site.items):
         for inner in taken:
             _take(item.get_submodule(inner), inner, expert, held)
@@ -173,7 +194,8 @@ def _shard_listed(site: Listed, held: Held) -> None:
         if "" not in taken:
             object.__setattr__(item, HOLDER, (holder,))
             item.__class__ = kinds[type(item)]
-    views.with_properties(holder, _place(held), _body(type(holder), held))
+    _know(holder, held)
+    views.with_properties(holder, _place(held), _body(type(holder), held), _key(held))
     _settle(holder)
 
 
@@ -183,14 +205,14 @@ def _take(module: nn.Module, inner: str, expert: int, held: Held) -> None:
     member = Member(expert, inner, {own: path for own, path in paths.items() if path in held.names}, tuple(paths))
     for own in member.names:
         del module._parameters[own]
-    kind, where = type(module), held.where
-    body = {**state.of_member(kind, member, held.names, where), **_of_expert(kind, where.layer), MEMBER: member}
-    readers = {own: _row_reader(held.names[path], expert, where.of(path)) for own, path in member.names.items()}
-    views.with_properties(module, readers, body)
+    kind = type(module)
+    body = {**state.of_member(kind, member, held.names, _where), **_of_expert(kind), MEMBER: member}
+    readers = {own: _row_reader(held.names[path], expert) for own, path in member.names.items()}
+    views.with_properties(module, readers, body, (expert, inner, tuple(member.names.items()), member.order, _key(held)))
 
 
-def _of_expert(kind: type[nn.Module], layer: str) -> dict[str, Any]:
-    return {**freezing(kind, layer), **copying(kind, _row)}
+def _of_expert(kind: type[nn.Module]) -> dict[str, Any]:
+    return {**freezing(kind, lambda expert: _where(holder_of(expert)).layer), **copying(kind, _row)}
 
 
 def _row(holder: nn.Module, path: str, expert: int) -> nn.Parameter:
@@ -202,8 +224,8 @@ def _row(holder: nn.Module, path: str, expert: int) -> nn.Parameter:
     return like(nn.Parameter(row.clone(), requires_grad=parameter.requires_grad), parameter)
 
 
-def _row_reader(name: str, expert: int, of: views.Of) -> Callable[[Any], Tensor]:
-    return lambda module: views.full(getattr(module, HOLDER)[0], name, of)[expert]
+def _row_reader(name: str, expert: int) -> Callable[[Any], Tensor]:
+    return lambda module: views.full(getattr(module, HOLDER)[0], name)[expert]
 
 
 def stacked_name(path: str) -> str:

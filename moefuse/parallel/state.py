@@ -92,7 +92,10 @@ Settle = Callable[[nn.Module], None]
 """Called when a state has been loaded, which may have brought other Parameters (``assign=True``)."""
 
 
-def of_stacked(kind: type[nn.Module], names: Mapping[str, str], where: Where, settle: Settle) -> dict[str, Any]:
+WhereOf = Callable[[nn.Module], Where]
+
+
+def of_stacked(kind: type[nn.Module], names: Mapping[str, str], where_of: WhereOf, settle: Settle) -> dict[str, Any]:
     """Of a module with Parameters [E, ...] of which this rank has some rows, as methods of a subclass of ``kind``.
 
     Methods, and no hooks, go when the class goes.
@@ -100,6 +103,7 @@ def of_stacked(kind: type[nn.Module], names: Mapping[str, str], where: Where, se
 
     def to_state(self: Any, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         kind._save_to_state_dict(self, state, prefix, keep_vars)
+        where = where_of(self)
         for name in names:
             held = state.get(prefix + name)
             if not isinstance(held, DTensor):
@@ -110,6 +114,7 @@ def of_stacked(kind: type[nn.Module], names: Mapping[str, str], where: Where, se
                 state[prefix + name] = where.in_order(name, held_here(held, where))
 
     def from_state(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        where = where_of(self)
         for name in names:
             whole = state.get(prefix + name)
             if isinstance(whole, DTensor) and not where.as_torch_has_it(name):
@@ -122,7 +127,7 @@ def of_stacked(kind: type[nn.Module], names: Mapping[str, str], where: Where, se
     return {"_save_to_state_dict": to_state, "_load_from_state_dict": from_state}
 
 
-def of_list(kind: type[nn.Module], names: Mapping[str, str], where: Where, settle: Settle) -> dict[str, Any]:
+def of_list(kind: type[nn.Module], names: Mapping[str, str], where_of: WhereOf, settle: Settle) -> dict[str, Any]:
     """Of a list that holds the Parameter [E, ...] of each path from an expert, ``names``: its experts save and load their rows."""
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +145,7 @@ def of_list(kind: type[nn.Module], names: Mapping[str, str], where: Where, settl
     def from_state(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         missing = rest[2]
         # A checkpoint of the whole model is judged as a whole, by every rank alike.
-        others = [key for key, expert in _keys(self, prefix) if expert not in where.mine]
+        others = [key for key, expert in _keys(self, prefix) if expert not in where_of(self).mine]
         if any(key in state for key in others):
             missing.extend(key for key in others if key not in state)
         own = {prefix + name for name in names.values()}
@@ -158,10 +163,11 @@ def _keys(holder: nn.Module, prefix: str) -> list[tuple[str, int]]:
     return [(f"{prefix}{path}{own}", member.expert) for (path, _, _), member in found for own in member.names]
 
 
-def of_member(kind: type[nn.Module], member: Member, names: Mapping[str, str], where: Where) -> dict[str, Any]:
+def of_member(kind: type[nn.Module], member: Member, names: Mapping[str, str], where_of: WhereOf) -> dict[str, Any]:
     """Of a module in an expert: it has its rows in a state, wherever it is in the model."""
 
     def to_state(self: Any, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        where = where_of(holder_of(self))
         check_whole(member, prefix, "state_dict", where.layer)
         kind._save_to_state_dict(self, state, prefix, keep_vars)
         for own, path in member.names.items():
@@ -170,6 +176,7 @@ def of_member(kind: type[nn.Module], member: Member, names: Mapping[str, str], w
                 state[prefix + own] = row
 
     def from_state(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        where = where_of(holder_of(self))
         check_whole(member, prefix, "load_state_dict", where.layer)
         missing, errors = rest[2], rest[4]
         for own, path in member.names.items():

@@ -16,7 +16,7 @@ from moefuse.parallel.api import ON_META
 from moefuse.parallel.checks import in_optimizer
 from moefuse.parallel.hooked import RUNS, WHY
 from moefuse.parallel.members import HOLDER, Member, holder_of, members_of
-from moefuse.parallel.shard import Held, holders_of, like
+from moefuse.parallel.shard import HELD, Held, holders_of, like
 from moefuse.parallel.undone import all_or_nothing
 
 
@@ -55,7 +55,7 @@ def unparallelize(model: nn.Module) -> None:
         for module in model.modules():
             if views.is_ours(module):
                 module.__class__ = views.original(module)
-                for name in (HOLDER, RUNS, WHY):
+                for name in (HOLDER, HELD, RUNS, WHY, views.WAYS):
                     module.__dict__.pop(name, None)
         model.__dict__.pop(ON_META, None)
 

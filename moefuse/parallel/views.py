@@ -1,17 +1,19 @@
 """How a model sees experts that are sharded: attributes that are the full logical weights, so that its code stays as it is.
 
-The class of a module gets a subclass with a property for each sharded Parameter. Read in a program that is compiled, the property is one
-call of ``moefuse::gathered``, which the passes take out again where they understand the experts. In eager mode it gathers once for each
-call of the layer, and not each time that it is read.
+A module gets a subclass of its class with a property for each sharded Parameter. What a class has is the same for all layers of a kind, so
+that these share what is compiled; what is a layer's own is in the module (:class:`Ways`). Read in a program that is compiled, the property
+is one call of ``moefuse::gathered``, which the passes take out again where they understand the experts. In eager mode it gathers once for
+each call of the layer, and not each time that it is read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -55,14 +57,28 @@ _reads: contextvars.ContextVar[Reads | None] = contextvars.ContextVar("moefuse_r
 Of = tuple[tuple[Table, int, str] | None, tuple[int, int, str] | None, int]
 """How a Parameter is gathered: (table, slots, terms) of its experts, (axis, blocks, terms) of their slices; dimensions of the mesh."""
 
+WAYS = "_moefuse_ways"
+"""The attribute of a module that has its :class:`Ways`."""
 
-def full(holder: nn.Module, name: str, of: Of) -> Tensor:
+
+class Ways:
+    """How the Parameters of a module are gathered, by their names in it. A copy of the module has the same."""
+
+    def __init__(self, of: Mapping[str, Of]) -> None:
+        self.of = dict(of)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ways:
+        return self
+
+
+def full(holder: nn.Module, name: str) -> Tensor:
     """[E, ...]: all of a sharded Parameter of ``holder``.
 
     While FSDP holds shards of this rank's part, which are over a mesh of one more dimension, the attribute is that Parameter, as it is
     of any module under FSDP; between its hooks it is the part again.
     """
     parameter: Any = holder._parameters.get(name)
+    of: Of = getattr(holder, WAYS).of[name]
     if not isinstance(parameter, DTensor):
         raise ParallelError(
             f"{name} of {type(holder).__name__} is no DTensor any more: something has put another tensor in its place since "
@@ -120,11 +136,13 @@ def call(every: Callable[[], list[Tensor]]) -> Iterator[Reads]:
         _reads.reset(token)
 
 
-def with_properties(module: nn.Module, properties: Mapping[str, Callable[[Any], Tensor]], body: Mapping[str, Any] | None = None) -> None:
-    """Give a module a class of its own, of the name that its class has, with these attributes that are computed, and others in ``body``."""
+def with_properties(
+    module: nn.Module, properties: Mapping[str, Callable[[Any], Tensor]], body: Mapping[str, Any], key: Hashable = None
+) -> None:
+    """Give a module a class of the name that its class has, with these attributes that are computed, and others in ``body``."""
     for read in (*properties.values(), full):
         _torch_private.inlined_only(read)
-    module.__class__ = subclass(type(module), {**{name: property(read) for name, read in properties.items()}, **(body or {})})
+    module.__class__ = subclass(type(module), {**{name: property(read) for name, read in properties.items()}, **body}, key)
 
 
 ORIGINAL = "_moefuse_original"
@@ -132,10 +150,22 @@ ONCE = "_moefuse_gathers_once"
 """Of the class of a layer that gathers each weight once in a call (``calls.py``)."""
 
 
-def subclass(kind: type[nn.Module], body: dict[str, Any]) -> type[nn.Module]:
-    """A class of the same name, which ``moefuse.unparallelize`` takes back."""
-    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, ORIGINAL: getattr(kind, ORIGINAL, kind)}
-    return type(kind.__name__, (kind,), {**body, **named})
+_shared: WeakValueDictionary[Hashable, type[nn.Module]] = WeakValueDictionary()
+
+
+def subclass(kind: type[nn.Module], body: dict[str, Any], key: Hashable = None) -> type[nn.Module]:
+    """A class of the same name, which ``moefuse.unparallelize`` takes back.
+
+    Args:
+        key: what ``body`` is made of: the class that was made of the same is taken again. None: a class of one module.
+    """
+    found = _shared.get((kind, key)) if key is not None else None
+    if found is None:
+        named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, ORIGINAL: getattr(kind, ORIGINAL, kind)}
+        found = type(kind.__name__, (kind,), {**body, **named})
+        if key is not None:
+            _shared[kind, key] = found
+    return found
 
 
 def original(module: nn.Module) -> type[nn.Module]:

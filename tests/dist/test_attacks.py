@@ -9,7 +9,7 @@ from tests.dist.workers import Workers
 
 APART = {
     "layers": (attacks.other_layers, "of 0 ", "of 1 "),
-    "models": (attacks.other_models, "(model 2)", "ep_dispatch"),
+    "models": (attacks.other_models, "(model 2)", "ep_experts"),
     "weights": (attacks.other_weights, "gathered first", "gathered third"),
     "gradients": (attacks.other_gradients, "gathered_backward first", "gathered_backward third"),
 }
