@@ -136,12 +136,12 @@ class Standing:
     """Whether this process is in step with the others of a group.
 
     Attributes:
-        guard: zero as long as C++ may play calls from their records; :data:`FAILED` after it has failed in the middle of one.
         left: the error after which it is not; empty if it is.
         told: whether the others know.
         first: what is to be checked before the first op, on all ranks alike.
         plans: how often :func:`moefuse.parallelize` was called.
         pending: rows of earlier calls that may turn out to be too few (``runtime/overflow.py``).
+        guard: zero as long as C++ may play calls from their records; :data:`FAILED` after it has failed in the middle of one.
     """
 
     left: str = ""
@@ -149,7 +149,6 @@ class Standing:
     first: list[Callable[[], None]] = field(default_factory=list)
     plans: int = 0
     pending: list[Any] = field(default_factory=list)
-
     guard: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
 
     def leave(self, error: str) -> None:

@@ -170,7 +170,7 @@ def recorder() -> Any:
 
 def is_ours(op: str) -> bool:
     """Whether calls of an op go to a provider of moefuse first, so that a record may stand for what it does."""
-    op = op.removesuffix("_compiled").removesuffix("_infer")
+    op = op.removesuffix("_compiled").removesuffix("_infer").removeprefix("ep_")
     return op not in PROVIDERS or PROVIDERS[op][0] is _FIRST[op]
 
 

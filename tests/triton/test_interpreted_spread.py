@@ -15,7 +15,7 @@ from moefuse.errors import PeerError
 from moefuse.ops import rounds
 from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.ops.schema import TRAVELS
-from moefuse.runtime import groups, overflow
+from moefuse.runtime import groups, overflow, providers
 from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.transports import symm
 from tests.triton import player_case
@@ -227,3 +227,14 @@ def test_a_mesh_of_the_same_name(spread: Any, world: World) -> None:
     assert world.known
     groups.register("record", (0, 1), 0, object(), None)
     assert not world.known
+
+
+def test_another_provider() -> None:
+    """Somebody's own experts are asked in every call, which no record does."""
+    providers.register("experts", providers.Provider("another", lambda call: "not today", lambda call: call.x))
+    try:
+        assert not providers.is_ours(OP)
+        assert providers.is_ours("ep_dispatch_compiled")
+    finally:
+        providers.unregister("experts", "another")
+    assert providers.is_ours(OP)

@@ -81,7 +81,7 @@ enum class Do : int64_t { make, share, at, fixed, view, zero, launch, call, drop
 
 struct Record {
   size_t slots;
-  std::vector<int64_t*> guards;  // numbers elsewhere that are zero as long as a call may be played; not, once one has failed in the middle
+  std::vector<int64_t*> guards;  // numbers elsewhere that are zero as long as a call may be played
   std::vector<std::pair<size_t, uint64_t>> fixed;  // slots of arguments, and where these have to begin
   std::vector<int64_t> steps;
   std::vector<std::string> names;  // namespace::op and overload of each operation, by turns
@@ -97,7 +97,7 @@ struct Record {
   }
 };
 
-// A call that was played has failed after others may have seen it begin.
+// Of a guard: a call that was played has failed after others may have seen it begin.
 constexpr int64_t FAILED = -1;
 
 // All records of one kind of call: they differ in where arguments begin whose addresses are in tables.
@@ -431,6 +431,15 @@ std::shared_ptr<const Record> find(const Call& call, bool& wanted) {
   return nullptr;
 }
 
+bool played(const Record& record, Call& call, Value* stack) {
+  try {
+    return Player(record, call).play(stack);
+  } catch (...) {
+    for (int64_t* guard : record.guards) *guard = FAILED;
+    throw;
+  }
+}
+
 // Whether the call was played. If not, and a record is wanted, `asked_` is set.
 bool played(size_t index, Value* stack) {
   Call call;
@@ -444,12 +453,7 @@ bool played(size_t index, Value* stack) {
   if (current != call.device) return false;
   call.key.push_back(uint64_t(uint32_t(call.device)) << 1 | uint64_t(call.wide && more_.tf32()));
   bool wanted = false;
-  if (auto record = find(call, wanted)) try {
-      return Player(*record, call).play(stack);
-    } catch (...) {
-      for (int64_t* guard : record->guards) *guard = FAILED;
-      throw;
-    }
+  if (auto record = find(call, wanted)) return played(*record, call, stack);
   if (wanted) asked_ = std::make_unique<Key>(std::move(call.key));
   return false;
 }
