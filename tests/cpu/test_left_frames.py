@@ -230,6 +230,39 @@ def test_a_left_frame_is_traced_once() -> None:
     assert counters["frames"]["ok"] == frames
 
 
+class Asking(Layer):
+    """Passes over experts without tokens: without any at all, torch traces nothing of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("kind", [Layer, Asking])
+@pytest.mark.parametrize("train", [False, True])
+def test_no_tokens_in_the_first_call(kind: type[nn.Module], train: bool) -> None:
+    """They take nothing from later calls, nor from other layers, which run the same code; and are not traced in every call."""
+    from torch._dynamo.utils import counters
+
+    model = Stack(kind)
+    compiled = torch.compile(model, backend="moefuse")
+    frames = []
+    with torch.set_grad_enabled(train):
+        for count in (0, 0, 7, 0):
+            x = X[:count].clone().requires_grad_(train)
+            torch.testing.assert_close(compiled(x), model(x))
+            frames.append(counters["frames"]["total"])
+            if count:
+                assert fused(moefuse.last_report()) == ["layers.0", "layers.1", "layers.2"]  # type: ignore[arg-type]
+    assert (frames[1], frames[3]) == (frames[0], frames[2])
+
+
 def test_nothing_holds_on_to_a_model() -> None:
     """Neither what is remembered of a frame that was left, nor the guard of an excluded layer."""
     model = Stack()

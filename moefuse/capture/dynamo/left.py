@@ -4,8 +4,9 @@ Dynamo marks the *code* of a frame that it gives up on, and never looks at it ag
 another mode, nor in another model that is compiled later. What was compiled of that code before goes unused as well. That suits a break of
 the graph that is in the code. Where capture gives up it is one layer's doing (an excluded layer, a hook on one expert), and so such a frame
 is left for the modules that were in it, with the hooks and submodules that they have, and in the mode it was called in. Where one call is
-the reason (experts of the same modules were fused in another one, or the call is wrong and raises) it is left for calls with the same
-sizes. What is remembered goes with what Dynamo knows of the code, in ``torch.compiler.reset()``.
+the reason (experts of the same modules were fused in another one, the call is wrong and raises, or it has no tokens, of which a loop that
+asks for them runs nothing) it is left for calls with the same sizes. What is remembered goes with what Dynamo knows of the code, in
+``torch.compiler.reset()``.
 """
 
 from __future__ import annotations
@@ -155,11 +156,12 @@ def _remember(result: Any, frame: Any, frame_state: dict[str, Any], owner: objec
     key, known = _key(owner, found), frame_state.setdefault(_KEY, {})
     wrong = attempt is not None and attempt.erred
     fused = _left(frame_state.get(_FUSED, {}), key) is not None if found else with_experts
-    if wrong or fused:
+    empty = any(isinstance(value, torch.Tensor) and not value.numel() for value in _leaves(frame.f_locals))
+    if wrong or fused or empty:
         calls = sum(len(other) > len(key) and other[: len(key)] == key for other in known)
-        key = (*key, *_sizes(frame.f_locals)) if wrong or calls < CALLS else key
+        key = (*key, *_sizes(frame.f_locals)) if wrong or empty or calls < CALLS else key
     state = State(found)
-    if not (wrong or fused) and (not found or not (with_experts or attempt is None or attempt.gave_up or state.hooked)):
+    if not (wrong or fused or empty) and (not found or not (with_experts or attempt is None or attempt.gave_up or state.hooked)):
         return
     if len(known) < LIMIT:
         result.apply_to_code = False
@@ -191,10 +193,13 @@ def _same(owner: object, found: list[nn.Module]) -> tuple[int, ...]:
     return (id(owner), *map(id, found))
 
 
+def _leaves(f_locals: Any) -> list[Any]:
+    return tree_flatten(list(f_locals.values()))[0]
+
+
 def _sizes(f_locals: Any) -> tuple[Any, ...]:
     """What tells one call from another: sizes and dtypes of tensors, and numbers and names beside them."""
-    leaves, _ = tree_flatten(list(f_locals.values()))
-    return ("called with", *map(_size, leaves))
+    return ("called with", *map(_size, _leaves(f_locals)))
 
 
 def _size(value: Any) -> Any:
