@@ -7,6 +7,7 @@ as the weights are views of the sharded ones, expert by expert, which is read fr
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -180,7 +181,9 @@ class Spread(Lowering):
             self.units[projection.weight] = (sorted(order).index(order[side]), 1 if side else groups)
             if projection.bias is not None and not side:
                 self.units[projection.bias] = (-1, groups)
-        return super().fused(body)
+        # The graph around may have gradients, with which that op would be several.
+        with torch.no_grad() if self.as_one else contextlib.nullcontext():
+            return super().fused(body)
 
     def op(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         """One op that has tokens travel, or that of the experts alone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import weakref
 from collections.abc import Callable
@@ -12,16 +13,19 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+import moefuse
 from moefuse.ops import rounds
 from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.parallel.meshes import register
 from moefuse.runtime import collectives
 from moefuse.runtime.groups import Terms
 from moefuse.runtime.transports import allgather
-from tests.dist import equal, faults
+from tests.cpu.capture_case import Seen, capturing
+from tests.dist import equal, faults, layers
 
 E, H, I, K = 8, 96, 40, 2  # noqa: E741
 COUNTS = (500, 200, 256, 0)
@@ -143,3 +147,36 @@ def limited(rank: int, case: equal.Case) -> equal.Found:
         return equal.run(rank, case)
     finally:
         del os.environ["MOEFUSE_WORKSPACE_MIB"]
+
+
+class Taught(nn.Module):
+    """A layer beside one without gradients, and itself without them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.teacher = layers.Stacked(4), layers.Stacked(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        found = self.layer(x)
+        with torch.no_grad():
+            again = self.layer(x)
+        return found * wanted + again  # type: ignore[no-any-return]
+
+
+def without_gradients_inside(rank: int) -> tuple[float, str]:
+    """(The largest relative difference of a result and of its tokens' gradients from one process, report)."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    single = Taught()
+    model = copy.deepcopy(single)
+    moefuse.parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    seen = Seen()
+    run = torch.compile(model, backend=capturing(seen, behind="aot_eager"))
+    x, y = (torch.randn(5 + 2 * rank, layers.H, generator=torch.Generator().manual_seed(rank)).requires_grad_() for _ in range(2))
+    out, wanted = run(x), single(y)
+    out.square().sum().backward()
+    wanted.square().sum().backward()
+    pairs = ((out, wanted), (x.grad, y.grad))
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs), str(seen.report)  # type: ignore[operator,union-attr]

@@ -75,3 +75,11 @@ def test_without_a_limit(two: Workers, name: str, ops: int) -> None:
         assert found.worst <= 2e-6, found
         assert found.ops.get("moefuse.ep_experts.default", 0) == ops
         assert all("round" not in fused.parallel for fused in found.report.fused)
+
+
+def test_without_gradients_in_a_graph_that_has_some(two: Workers) -> None:
+    """A teacher, and a layer's own second opinion: fused, though tokens want gradients in the graph around them."""
+    for worst, report in two.run(rounds.without_gradients_inside):
+        assert worst <= 2e-6
+        assert "fused 2 of 2" in report, report
+        assert "skipped" not in report, report
