@@ -46,7 +46,7 @@ def slices_have_all(sites: Sequence[Site], cuts: Sequence[Mapping[str, object]])
         whole = next((name for name, where in cut.items() if where is None), None)
         if whole is not None:
             raise ParallelError(
-                f"{whole} of {site.name} is no sum over hidden units, and every rank with slices of an expert has it whole: say "
+                f"{whole} of {_called(site)} is no sum over hidden units, and every rank with slices of an expert has it whole: say "
                 "tokens=('distinct', 'replicated') and give such ranks the same tokens, or use experts='ep'"
             )
 
@@ -126,7 +126,7 @@ def devices_fit(sites: Sequence[Site], mesh: DeviceMesh) -> None:
         device = next(parameters_of(site)).device.type
         if device not in ("cpu", "meta", mesh.device_type):
             raise ParallelError(
-                f"{site.layer or site.name} is on {device!r}, and the mesh is of {mesh.device_type!r} devices: give a mesh of "
+                f"{site.layer or _called(site)} is on {device!r}, and the mesh is of {mesh.device_type!r} devices: give a mesh of "
                 f"{device!r}, or move the model first"
             )
 
@@ -152,19 +152,19 @@ def parameters_are_free(model: nn.Module, sites: Sequence[Site]) -> None:
         for p in parameters_of(site):
             if isinstance(p.data, DTensor) and getattr(model, "is_distributed_loading_by_transformers", False):
                 raise ParallelError(
-                    f"{site.name} is sharded by transformers already: load the model with "
+                    f"{_called(site)} is sharded by transformers already: load the model with "
                     'DistributedConfig(ep_implementation="moefuse", ...), or without a distributed_config and call moefuse.parallelize then'
                 )
             if type(p) is not nn.Parameter or type(p.data) is not torch.Tensor:
                 raise ParallelError(
-                    f"{site.name} has a Parameter that is a {type(p.data).__name__} already: call moefuse.parallelize before other "
+                    f"{_called(site)} has a Parameter that is a {type(p.data).__name__} already: call moefuse.parallelize before other "
                     "libraries shard or wrap the model"
                 )
             hangs = "a hook on its gradient" if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) else ""
             if hangs or p.grad is not None:
                 remedy = "register it afterwards, on those of plan.parameters" if hangs else "call model.zero_grad() first"
                 raise ParallelError(
-                    f"a Parameter of {site.name or 'the model'} has {hangs or 'a gradient'}, and moefuse.parallelize puts another in its "
+                    f"a Parameter of {_called(site)} has {hangs or 'a gradient'}, and moefuse.parallelize puts another in its "
                     f"place: {remedy}"
                 )
         _alike(site)
@@ -172,9 +172,14 @@ def parameters_are_free(model: nn.Module, sites: Sequence[Site]) -> None:
         for p in _trained_by(optimizer):
             if id(p) in wanted:
                 raise ParallelError(
-                    f"a Parameter of {wanted[id(p)].name} is in an optimizer ({type(optimizer).__name__}) already: make the optimizer "
+                    f"a Parameter of {_called(wanted[id(p)])} is in an optimizer ({type(optimizer).__name__}) already: make the optimizer "
                     "after moefuse.parallelize"
                 )
+
+
+def _called(site: Site) -> str:
+    """For people."""
+    return site.name or "the model"
 
 
 def _alike(site: Site) -> None:

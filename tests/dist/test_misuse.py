@@ -108,6 +108,7 @@ def test_an_optimizer_that_has_them(mesh: DeviceMesh) -> None:
     model = layers.Model(layers.Stacked, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     refused(model, mesh, r"a Parameter of first is in an optimizer \(SGD\) already: make the optimizer after moefuse.parallelize")
+    refused(model.first, mesh, r"a Parameter of the model is in an optimizer \(SGD\) already")  # type: ignore[arg-type]
     del optimizer
 
 
