@@ -194,8 +194,7 @@ class Spread(Lowering):
             room = self.emit(torch.ops.moefuse.room.default, self.ids()) if Terms.parse(kept).bound == "exact" else None
             return torch.ops.moefuse.bounded_experts.default, {"room": room, "terms": kept, "layer": self.layer}
         (hop,) = self.where.hops
-        more = {"place": hop.place, "slots": hop.slots, "terms": hop.terms, "layer": self.layer}
-        more |= {} if self.limit is None else {"limit": self.limit}
+        more = {"place": hop.place, "slots": hop.slots, "terms": hop.terms, "layer": self.layer, "limit": self.limit}
         return torch.ops.moefuse.ep_experts.default, more
 
     def vectors(self, leaf: Leaf | None) -> list[Node]:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.device_mesh import DeviceMesh
 
 import moefuse
+from moefuse import _torch_private
 from moefuse.parallel import shard, views
-from moefuse.runtime import groups
 from tests.dist import layers
+from tests.dist.test_big_worlds import one_of
 
 LAYERS = 10
 
@@ -25,10 +23,8 @@ LAYERS = 10
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """Rank 0 of two, in which nobody else takes part."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    dist.destroy_process_group()
-    groups._groups.clear()
+    with one_of(2, 0) as made:
+        yield made
 
 
 class Around(nn.Module):
@@ -42,34 +38,16 @@ class Around(nn.Module):
         return x + self.mlp(x)  # type: ignore[no-any-return]
 
 
-class Counted(TorchDispatchMode):
-    """Which operations of moefuse run, and how often."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "moefuse":
-            name = func._opname
-            self.found[name] = self.found.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-
-def run(model: nn.Module, train: bool) -> dict[str, int]:
-    """Ops of the last of two calls."""
+def run(model: nn.Module, train: bool) -> Counter[str]:
+    """Operations of the last of two calls, and how often they run."""
     for layer in model:  # type: ignore[attr-defined]
         layer.compile(backend="moefuse")
-    x, counted = torch.randn(6, layers.H), Counted()
+    x, found = torch.randn(6, layers.H), Counter[str]()
     with torch.set_grad_enabled(train):
         model(x)
-        with counted:
+        with _torch_private.after_operations(lambda op, *_: found.update([str(op)])):
             model(x)
-    return counted.found
+    return found
 
 
 @pytest.mark.parametrize("around", [True, False])
@@ -77,19 +55,17 @@ def run(model: nn.Module, train: bool) -> dict[str, int]:
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_more_layers_than_torch_compiles(mesh: DeviceMesh, kind: type[nn.Module], train: bool, around: bool) -> None:
     """Beyond its limit torch runs them in eager mode, where their weights are gathered."""
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = nn.Sequential(*(Around(kind) if around else kind(4) for _ in range(LAYERS)))
     moefuse.parallelize(model, mesh, max_tokens=6)
     found = run(model, train)
-    assert found["ep_dispatch" if train else "ep_experts_infer"] == LAYERS
-    assert "gathered" not in found
+    assert found[f"moefuse.{'ep_dispatch' if train else 'ep_experts_infer'}.default"] == LAYERS
+    assert "moefuse.gathered.default" not in found
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1 + train  # the first layer's input has no gradient
 
 
 def test_other_layers_are_other_classes(mesh: DeviceMesh) -> None:
     """Their tables, names and terms are their own; a copy has those of what it was copied of."""
-    torch._dynamo.reset()
     model = nn.Sequential(*(layers.Stacked(4) for _ in range(3)))
     moefuse.parallelize(model[:2], mesh, max_tokens=6)
     moefuse.parallelize(model[2], mesh, max_tokens=6, placement=[1, 0, 1, 0])
