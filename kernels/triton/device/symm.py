@@ -68,12 +68,17 @@ def _meet(bases, turn, flags, M, rank, at_flags, patience, WORLD: tl.constexpr, 
         seen = tl.load(flags + r, mask=r < WORLD, other=0, volatile=True)  # [BW]
         if TIMED:  # noqa: SIM102 (one is of the compiler, one of the device)
             if tl.extra.cuda.globaltimer() - begin > patience:
-                tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+                _trap()
     tl.atomic_add(flags + r, tl.zeros([BW], tl.int32), mask=r < WORLD, sem="acquire", scope="sys")
     if TIMED:
         theirs_most = tl.load(flags + at_most + r, mask=r < WORLD, other=M, volatile=True)  # [BW]
         if tl.max(tl.where(theirs_most != M, 1, 0), 0) > 0:
-            tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+            _trap()
+
+
+@triton.jit
+def _trap():
+    tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
