@@ -219,7 +219,9 @@ def _plain(value: Any) -> Any:
 
 
 def hint(value: Any) -> Any:
-    """A concrete number for a size that is symbolic."""
+    """A concrete number for a size that is symbolic, or for each of several."""
+    if isinstance(value, tuple | list):
+        return type(value)([hint(one) for one in value])
     node = getattr(value, "node", None)
     return node.hint if node is not None and node.hint is not None else value
 
