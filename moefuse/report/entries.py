@@ -200,8 +200,8 @@ def count(number: int, noun: str) -> str:
 
 _IN_PIECES = frozenset(("tokens-differ", "ids-not-distinct", "mutation"))
 """What is said of a layer whose ids, rows or sum are made in front of a graph break."""
-_OF_ROWS = frozenset(("no-rule", "tokens-differ", "threshold", "not-row-local"))
-"""What is said of rows that are not understood."""
+_OF_ROWS = frozenset(("no-rule", "tokens-differ", "threshold", "not-row-local", "experts-gathered"))
+"""What is said of rows that are not understood, and so of the weights that are read for them."""
 
 
 def may_be_done(skipped: Skipped) -> bool:

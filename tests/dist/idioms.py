@@ -153,7 +153,8 @@ BODIES: dict[str, type[nn.Module]] = {
     body.__name__.lower(): body for body in (Loop, OnInput, Biased, Gathered, Dense, Sorted, List, Dict, Odd)
 }
 ROUTERS = ("softmax", "sigmoid", "nested", "given")
-AROUND = ("nothing", "latent", "shared", "gated", "scaled")
+AROUND = ("nothing", "latent", "shared", "gated", "scaled", "twice")
+"""``"twice"``: in the second pass the graph knows a number of tokens that experts of several ranks have been in front of."""
 ANY_IDS = ("loop", "biased", "list", "dict", "odd", "oninput")
 """Bodies in which an expert may be named twice for a token, and a number that is no expert's means nothing."""
 
@@ -213,4 +214,4 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, nudge: Tensor) -> Tensor:
         out: Tensor = x + self.mlp(self.norm(x), nudge)
-        return out
+        return out + self.mlp(self.norm(out), nudge).view(x.shape) if self.mlp.around == "twice" else out

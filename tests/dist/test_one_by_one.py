@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import moefuse
 from moefuse import _torch_private
 from moefuse.parallel import shard, views
+from moefuse.passes import replacement
+from moefuse.passes.prove.verify import verify
 from tests.dist import layers
 from tests.dist.test_big_worlds import one_of
 
@@ -62,6 +64,55 @@ def test_more_layers_than_torch_compiles(mesh: DeviceMesh, kind: type[nn.Module]
     assert found[f"moefuse.{'ep_dispatch' if train else 'ep_experts_infer'}.default"] == LAYERS
     assert "moefuse.gathered.default" not in found
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1 + train  # the first layer's input has no gradient
+
+
+class Shaped(layers.Stacked):
+    """Asks for the shape of its tokens, in which its sum is to be."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = x.shape
+        return super().forward(x.reshape(-1, layers.H)).view(shape)
+
+
+class InARow(nn.Module):
+    """Two layers of one graph, of which the second has its tokens from the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = Shaped(4), nn.LayerNorm(layers.H), Shaped(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        return x + self.second(self.norm(x))  # type: ignore[no-any-return]
+
+
+def test_two_layers_of_one_graph_and_other_numbers_of_tokens(mesh: DeviceMesh) -> None:
+    """From the second number on it is symbolic, and no step leads from what is known to the second layer's."""
+    model = InARow()
+    moefuse.parallelize(model, mesh)
+    model.compile(backend="moefuse", options={"strict": True})
+    for tokens in (5, 3, 4):
+        model(torch.randn(tokens, layers.H)).sum().backward()
+        report = moefuse.last_report()
+        assert (report.layers, report.skipped, report.graph_count) == ((2, 2), [], 1)
+
+
+def test_what_an_attempt_gathered_is_not_said_of_the_next(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one layer is refused the frame starts again, and this layer is fused in a graph of its own."""
+    answers = [verify, verify, fails]
+    monkeypatch.setattr(replacement, "verify", lambda *args: (answers.pop(0) if answers else verify)(*args))
+    model = InARow()
+    moefuse.parallelize(model, mesh)
+    model.compile(backend="moefuse")
+    for tokens in (5, 3):
+        model(torch.randn(tokens, layers.H))
+    assert not answers
+    report = moefuse.last_report()
+    assert (report.layers, report.skipped, report.graph_count) == ((2, 2), [], 2)
+
+
+def fails(*_: object) -> None:
+    raise ValueError("this proof cannot be made")
 
 
 def test_other_layers_are_other_classes(mesh: DeviceMesh) -> None:
