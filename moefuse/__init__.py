@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import moefuse.ops  # noqa: F401  # registers torch.ops.moefuse.*, which rewritten and cached graphs call
 from moefuse._version import __version__ as __version__
-from moefuse.api import compile as compile, explain as explain, warmup as warmup
+from moefuse.api import compile as compile, compile_layers as compile_layers, explain as explain, warmup as warmup
 from moefuse.config import Options as Options
 from moefuse.errors import (
     FusionError as FusionError,
@@ -48,6 +48,7 @@ __all__ = [
     "capture_routing",
     "clip_grad_norm_",
     "compile",
+    "compile_layers",
     "explain",
     "full_state_dict",
     "last_report",

@@ -1,14 +1,17 @@
-"""The functions that users call: compile, explain, warmup."""
+"""The functions that users call: compile, compile_layers, explain, warmup."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from torch import nn
 
 from moefuse import backend as _backend
 from moefuse.diagnosis import trial
+from moefuse.evidence.layers import layers_of
 from moefuse.report.report import FusionReport
 from moefuse.spec import ExpertsSpec
 
@@ -37,6 +40,46 @@ def compile(
     plain: Any = None if options is None else dict(options)
     compiled: Any = torch.compile(model, backend=_backend.backend, mode=mode, options=plain, dynamic=dynamic, fullgraph=fullgraph)
     return cast(_Model, compiled)
+
+
+def compile_layers(
+    model: nn.Module, *, modules: str | None = None, mode: str | None = None, options: Mapping[str, object] | None = None
+) -> list[str]:
+    """Compile the mixture-of-experts layers of ``model``, each in place, and nothing around them.
+
+    For servers and ``generate``, where sizes change from call to call: layers of a kind share one graph, which serves every number of
+    tokens, 0 and 1 among them (others serve calls with gradients and in inference mode). Names in ``state_dict`` stay. What is built like
+    experts with a router is compiled; :func:`moefuse.reports` has what was fused, once the layers have run.
+
+    Args:
+        model: a module; layers that are compiled already are compiled as is said here.
+        modules: regular expression; the modules whose name matches (``re.search``) are compiled, instead of those that are found.
+        mode: as for ``torch.compile``; one that records CUDA graphs records one for each size.
+        options: options of moefuse and Inductor, as for :func:`compile`; ``any_size`` is set.
+
+    Returns:
+        The names of the modules that were compiled, the empty one for ``model`` itself.
+
+    Raises:
+        OptionError: for an unknown option or an illegal value.
+        TypeError: ``model`` is no module.
+        ValueError: it has no such layers, or ``modules`` is no regular expression.
+        RuntimeError: torch's own, for an unknown mode, or mode and options together.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"moefuse.compile_layers needs a module, got {type(model).__name__}")
+    _, patches = _backend.parse(mode, options)
+    try:
+        found = layers_of(model, modules)
+    except re.error as error:
+        raise ValueError(f"modules={modules!r} is no regular expression ({error})") from None
+    if not found:
+        built = "is built like experts with a router: say which are, modules=r'..'" if modules is None else f"has a name like {modules!r}"
+        raise ValueError(f"moefuse.compile_layers: no module of {type(model).__name__} {built}")
+    given = dict(options or {}) if mode is None else patches  # torch takes one of the two
+    for module in found.values():
+        module.compile(backend=_backend.backend, dynamic=True, options={**given, "any_size": True})
+    return list(found)
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> FusionReport:

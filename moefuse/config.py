@@ -69,6 +69,8 @@ class Options:
         recompute: in training, compute hidden activations of fused layers again in backward instead of keeping them: S x 2I values less a
             layer, for the first product once more, and the same bits. A layer that keeps them all the same has a note in the report.
         expect: raise :class:`moefuse.FusionError` unless, when a call that compiled something returns, so many layers are fused.
+        any_size: a size that is symbolic may be 0 or 1 as well, where torch compiles another graph for each of these: with
+            ``dynamic=True`` one graph serves every number of tokens. Backward is compiled with forward.
         quantised: ``"exact"`` reads how quantised weights are held, where a program unpacks them expert by expert, and multiplies what is
             stored, with the bits that the program has, and rounds activations where an operator of the program does; ``"weights"`` rounds
             no activations, which is more exact than such a program; ``"off"`` leaves such layers alone.
@@ -86,6 +88,7 @@ class Options:
     overlap: int | None = None
     recompute: bool = False
     expect: int | None = None
+    any_size: bool = False
     quantised: Quantised = "exact"
 
     def __post_init__(self) -> None:
@@ -93,7 +96,7 @@ class Options:
             raise _illegal("verify", self.verify, _one_of(get_args(Verify)))
         if self.quantised not in get_args(Quantised):
             raise _illegal("quantised", self.quantised, _one_of(get_args(Quantised)))
-        for name in ("strict", "enabled", "capture", "cost_gate", "router_topk", "fuse_router", "recompute"):
+        for name in ("strict", "enabled", "capture", "cost_gate", "router_topk", "fuse_router", "recompute", "any_size"):
             if not isinstance(getattr(self, name), bool):
                 raise _illegal(name, getattr(self, name), "True or False")
         for name in ("max_rewrites", "overlap", "expect"):

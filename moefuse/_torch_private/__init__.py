@@ -78,6 +78,7 @@ from moefuse._torch_private.distributed import (
 )
 from moefuse._torch_private.dynamo_state import (
     TraceLog as TraceLog,
+    any_size as any_size,
     borrowed_dynamo as borrowed_dynamo,
     compile_front as compile_front,
     compile_isolated as compile_isolated,

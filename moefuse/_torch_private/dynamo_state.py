@@ -28,6 +28,23 @@ class TraceLog:
 
 
 @contextlib.contextmanager
+def any_size() -> Iterator[None]:
+    """What is compiled inside takes sizes of 0 and 1 for sizes like any other, of its backward too, which is compiled at once.
+
+    torch.export has this setting, and vLLM compiles with it. It is the process's: whoever else compiles waits.
+    """
+    from torch._dynamo import convert_frame
+    from torch._functorch import config as functorch
+    from torch.fx.experimental import _config as fx
+
+    wanted = ((fx, "backed_size_oblivious"), (functorch, "force_non_lazy_backward_lowering"))
+    with convert_frame.compile_lock, contextlib.ExitStack() as stack:
+        for config, name in wanted if all(hasattr(config, name) for config, name in wanted) else ():
+            stack.enter_context(config.patch({name: True}))
+        yield
+
+
+@contextlib.contextmanager
 def borrowed_dynamo() -> Iterator[TraceLog]:
     """Trace as in a fresh process and leave Dynamo as it was: caches of what the user compiled, counters, recorded sizes.
 

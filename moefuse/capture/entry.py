@@ -28,7 +28,10 @@ from moefuse.report.report import FusionReport
 
 log = logging.getLogger("moefuse.capture")
 
-LIMIT = "torch compiles no further graph of this code (torch._dynamo.config.recompile_limit)"
+LIMIT = (
+    "torch compiles no further graph of this code (torch._dynamo.config.recompile_limit; "
+    "moefuse.compile_layers(model) needs one for all sizes)"
+)
 
 _MARK = "moefuse_captures_for"
 _LEDGER = "moefuse_ledger"
@@ -78,7 +81,7 @@ def unavailable() -> str | None:
             if _missing:
                 log.warning("%s", _reason())
             else:
-                hooks.install(_start, guarded(_codes), guarded(_limited, False), guarded(_again))
+                hooks.install(_start, guarded(_codes), guarded(_limited, False), guarded(_again), guarded(_any_size, False))
     return _reason()
 
 
@@ -153,6 +156,11 @@ def of_compiler(compiler_fn: Any) -> tuple[_Mark | None, Options | None, object]
     mark, arguments, owner = _find(compiler_fn)
     own = mark.options(arguments) if mark is not None else None
     return mark, (own if own is not None and own.enabled else None), owner
+
+
+def _any_size(compiler_fn: Any) -> bool:
+    _, own, _ = of_compiler(compiler_fn)
+    return own is not None and own.any_size
 
 
 def _insists(own: Options) -> bool:

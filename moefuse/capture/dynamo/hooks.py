@@ -41,6 +41,7 @@ def install(
     codes: Callable[[Any, Any], Collection[types.CodeType] | None] = lambda *_: None,
     limited: Callable[[Any, Any], bool] = lambda *_: False,
     again: Callable[[Any, Any, int], None] = lambda *_: None,
+    any_size: Callable[[Any], bool] = lambda _: False,
 ) -> None:
     """Wrap Dynamo's methods.
 
@@ -50,6 +51,7 @@ def install(
         limited: called with a compiler and a frame with experts of whose code Dynamo compiles nothing more; whether to ask for each call.
         again: called with a compiler, a frame that is left once more although it has experts that are fused in other calls, and when a
             report last said so.
+        any_size: from a compiler, whether its frames are to take sizes of 0 and 1 for sizes like any other, where they can.
     """
     from torch._dynamo.convert_frame import CatchErrorsWrapper
     from torch._dynamo.eval_frame import _TorchDynamoContext
@@ -62,7 +64,7 @@ def install(
     if getattr(InstructionTranslatorBase.step, "moefuse", False):
         return
     _wrap(_TorchDynamoContext, "__call__", functools.partial(_on_context, codes))
-    _wrap(CatchErrorsWrapper, "__call__", functools.partial(_on_frame, codes, limited, again))
+    _wrap(CatchErrorsWrapper, "__call__", functools.partial(_on_frame, codes, limited, again, any_size))
     _wrap(InstructionTranslatorBase, "run", functools.partial(_on_run, start))
     _wrap(InstructionTranslatorBase, "step", _on_step)
     _wrap(MutationType, "__init__", _on_new)
@@ -134,6 +136,7 @@ def _on_frame(
     codes: Callable[[Any, Any], object],
     limited: Callable[[Any, Any], bool],
     again: Callable[[Any, Any, int], None],
+    any_size: Callable[[Any], bool],
     original: Any,
     self: Any,
     frame: Any,
@@ -144,7 +147,8 @@ def _on_frame(
     converter = self._torchdynamo_orig_backend
     if type(converter).__name__ == "ConvertFrame":
         owner = converter._torchdynamo_orig_backend
-        result = left.convert(call, frame, frame_state, owner, functools.partial(again, owner, frame))
+        convert = functools.partial(left.convert, call, frame, frame_state, owner, functools.partial(again, owner, frame))
+        result = _of_any_size(convert) if any_size(owner) else convert()
         if left.limited(frame.f_code, result) and limited(owner, frame):
             result.apply_to_code = False
     else:
@@ -152,6 +156,16 @@ def _on_frame(
     if result.guarded_code is None and result.apply_to_code and _torch_private.kept_out() is not None and codes(self, None) is not None:
         result.apply_to_code = False  # what is around the call is the reason, and not the code
     return result
+
+
+def _of_any_size(convert: Callable[[], Any]) -> Any:
+    """A size of 1 that is spread over others (masks, positions) has to be one: then torch compiles for 0 and 1 what it does."""
+    try:
+        with _torch_private.any_size():
+            return convert()
+    except Exception:
+        log.debug("no code for any size", exc_info=True)
+    return convert()
 
 
 def _on_step(original: Any, self: Any) -> Any:

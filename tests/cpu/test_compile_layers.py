@@ -1,0 +1,211 @@
+"""``moefuse.compile_layers``: one graph for all layers of a kind and all sizes, as a server has them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental import _config as fx
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+import moefuse
+from moefuse.evidence.layers import layers_of
+from tests.dist import layers
+
+SIZES = (5, 3, 1, 7, 0, 2)
+"""Tokens; the graph is made for the first number."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    yield
+    assert not fx.backed_size_oblivious
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+class Around(nn.Module):
+    """Ten layers, more than torch compiles graphs of one code."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm, self.layers = nn.LayerNorm(layers.H), nn.ModuleList(kind(4) for _ in range(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(self.norm(x))
+        return x
+
+
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+def test_one_graph_for_all_layers_and_sizes(kind: type[nn.Module]) -> None:
+    model = Around(kind)
+    plain, names = copy.deepcopy(model), list(model.state_dict())
+    assert moefuse.compile_layers(model) == [f"layers.{i}" for i in range(10)]
+    assert list(model.state_dict()) == names
+    with torch.no_grad():
+        for tokens in SIZES:
+            x = torch.randn(tokens, layers.H)
+            torch.testing.assert_close(model(x), plain(x))
+    assert graphs() == 1
+    assert [report.layers for report in moefuse.reports()] == [(1, 1)]
+
+
+def test_training() -> None:
+    """Backward is compiled for the first call's tokens, and takes any number as well."""
+    model = Around(layers.Stacked).double()
+    plain = copy.deepcopy(model)
+    moefuse.compile_layers(model)
+    for tokens in SIZES:
+        x = torch.randn(tokens, layers.H, dtype=torch.float64)
+        for one in (model, plain):
+            one.zero_grad()
+            one(x).square().sum().backward()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, msg=lambda text, name=name: f"{name}: {text}")
+    assert graphs() <= 2  # the first layer's tokens have no gradient, others' have one
+
+
+class Masked(layers.Stacked):
+    """Takes a weight for each token, or one for all: no one graph has both."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(x) * scale
+
+
+def test_sizes_that_cannot_be_any() -> None:
+    """Where 1 is spread over others, torch's own graphs are made; a program that raises, raises what it does."""
+    model = Masked(4)
+    plain = copy.deepcopy(model)
+    moefuse.compile_layers(model)
+    with torch.no_grad():
+        for tokens, scales in ((5, 1), (1, 1), (5, 5), (3, 1), (3, 3)):
+            x, scale = torch.randn(tokens, layers.H), torch.rand(scales, 1)
+            torch.testing.assert_close(model(x, scale), plain(x, scale))
+        with pytest.raises(RuntimeError, match="must match"):
+            model(torch.randn(3, layers.H), torch.rand(2, 1))
+
+
+def qwen(depth: int) -> Any:
+    config = Qwen3MoeConfig(
+        vocab_size=97, hidden_size=16, num_hidden_layers=depth, num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=12, max_position_embeddings=64, pad_token_id=0, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def prompts(batch: int, length: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Padded on the left."""
+    ids = torch.randint(1, 97, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(1, batch):
+        mask[row, : int(torch.randint(0, length, (1,), generator=generator))] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def test_requests_of_any_size_in_threads() -> None:
+    """Batches, lengths and caches change from request to request; two threads serve."""
+    model = qwen(10)
+    plain = copy.deepcopy(model)
+    assert len(moefuse.compile_layers(model)) == 10
+    wrong: list[int] = []
+
+    def serve(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for request in range(12):
+            batch, length = (int(torch.randint(1, most, (1,), generator=generator)) for most in (6, 20))
+            inputs = prompts(batch, length, generator)
+            how: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+            cache = {"cache_implementation": "static"} if request % 3 == 2 else {}
+            if not torch.equal(model.generate(**inputs, **how, **cache), plain.generate(**inputs, **how)):
+                wrong.append(request)
+
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert graphs() <= 3
+    assert moefuse.last_report().layers == (1, 1)
+
+
+def test_inside_of_another_compilation() -> None:
+    """A whole model that is compiled with moefuse has the layers in its graphs; they are fused once."""
+    model = qwen(2)
+    plain = copy.deepcopy(model)
+    moefuse.compile_layers(model)
+    whole = torch.compile(model, backend="moefuse")
+    with torch.no_grad():
+        for length in (5, 7):
+            ids = torch.randint(97, (2, length))
+            torch.testing.assert_close(whole(input_ids=ids).logits, plain(input_ids=ids).logits)
+    assert moefuse.last_report().layers == (2, 2)
+
+
+class Mixed(nn.Module):
+    """A layer that does more than choose experts: it has a router, stacked experts, and takes what attention takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4, bias=False), Holder()
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        out: Tensor = self.experts(x, ids, weights)
+        return out
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 6, 8)), nn.Parameter(torch.randn(4, 8, 6))
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(4):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, (x[token] @ self.up[e].T).relu() @ self.down[e].T * weights[token, slot, None])
+        return out
+
+
+def test_what_is_compiled() -> None:
+    """The experts alone of a layer that takes what attention takes; what the user names; the outermost of what holds each other."""
+    model = nn.ModuleDict({"a": Mixed(), "b": layers.Stacked(4)})
+    assert list(layers_of(model)) == ["a.experts", "b"]
+    assert list(layers_of(model, r"^a")) == ["a"]
+    assert moefuse.compile_layers(layers.Stacked(4)) == [""]
+
+
+def test_options_and_mode() -> None:
+    """They are as those of torch.compile, checked at once; torch takes one of the two."""
+    model = layers.Stacked(4)
+    moefuse.compile_layers(model, mode="max-autotune-no-cudagraphs")
+    x = torch.randn(3, layers.H)
+    model(x)
+    assert moefuse.last_report().layers == (1, 1)
+    with pytest.raises(moefuse.OptionError, match="did you mean 'exclude'"):
+        moefuse.compile_layers(model, options={"exlude": "a"})
+    with pytest.raises(RuntimeError, match="mode or options"):
+        moefuse.compile_layers(model, mode="default", options={"strict": True})
+
+
+def test_errors() -> None:
+    with pytest.raises(TypeError, match="needs a module, got function"):
+        moefuse.compile_layers(test_errors)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"no module of Linear is built like experts with a router: say which are, modules=r'..'"):
+        moefuse.compile_layers(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="no module of Stacked has a name like 'mlp'"):
+        moefuse.compile_layers(layers.Stacked(4), modules="mlp")
+    with pytest.raises(ValueError, match=r"modules='\(' is no regular expression"):
+        moefuse.compile_layers(layers.Stacked(4), modules="(")
