@@ -81,7 +81,7 @@ def unavailable() -> str | None:
             if _missing:
                 log.warning("%s", _reason())
             else:
-                hooks.install(_start, guarded(_codes), guarded(_limited, False), guarded(_again), guarded(_any_size, False))
+                hooks.install(_start, guarded(_codes), guarded(_limited, False), guarded(_again), guarded(_any_size, False), _elsewhere)
     return _reason()
 
 
@@ -161,6 +161,22 @@ def of_compiler(compiler_fn: Any) -> tuple[_Mark | None, Options | None, object]
 def _any_size(compiler_fn: Any) -> bool:
     _, own, _ = of_compiler(compiler_fn)
     return own is not None and own.any_size
+
+
+def _elsewhere(module: nn.Module, callback: Any, compiler_fn: Any) -> None:
+    """Another compiler has a module in its graph that is compiled for us: what is in it is not fused there."""
+    mark, own, owner = of_compiler(callback)
+    if mark is None or own is None or _find(compiler_fn)[0] is not None:
+        return
+    found = suspects.suspects((module,))
+    if not found:
+        return
+    name = getattr(compiler_fn, "compiler_name", None) or getattr(compiler_fn, "__name__", type(compiler_fn).__name__)
+    file, lines = found[0].place
+    cause = f"the code around it is compiled with backend={name!r}, which has it in its own graph; compile that with backend='moefuse' too"
+    text = CODES["nothing-found"].format(what=f"a layer that is compiled with moefuse ({type(module).__name__})", cause=cause)
+    skipped = Skipped("nothing-found", text, "", f"{file}:{lines.start}")
+    mark.skipped(FusionReport(skipped=[skipped]), own, owner)
 
 
 def _insists(own: Options) -> bool:

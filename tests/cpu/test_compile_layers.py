@@ -153,6 +153,38 @@ def test_inside_of_another_compilation() -> None:
     assert moefuse.last_report().layers == (2, 2)
 
 
+class Masks(nn.Module):
+    """Experts without a number that the graph breaks at: every token is in each expert, with a weight that may be 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4, bias=False), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        kept = torch.zeros(len(x), 4).scatter(1, ids, weights)
+        return sum(expert(x) * kept[:, e, None] for e, expert in enumerate(self.experts))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_inside_of_a_graph_of_another_compiler(strict: bool) -> None:
+    """torch makes one graph of the two, which is the outer one's: nothing is fused, and that is said. Once for all layers of a class."""
+    model = nn.Sequential(Masks(), nn.Tanh(), Masks())
+    plain, x = copy.deepcopy(model), torch.randn(5, 8)
+    moefuse.compile_layers(model, options={"strict": strict})
+    around = torch.compile(model, backend="eager")
+    if strict:
+        with pytest.raises(moefuse.FusionError, match="compiled with backend='eager', which has it in its own graph"):
+            around(x)
+        return
+    torch.testing.assert_close(around(x), plain(x))
+    report = moefuse.last_report()
+    assert report.layers == (0, 1)
+    assert "compile that with backend='moefuse' too" in report.skipped[0].message
+    model(x)
+    assert len(moefuse.last_report().fused) == 1
+
+
 class Mixed(nn.Module):
     """A layer that does more than choose experts: it has a router, stacked experts, and takes what attention takes."""
 

@@ -21,6 +21,7 @@ from moefuse.capture.dynamo import (
     control,
     creation_clock,
     fresh_leaves,
+    inside,
     left,
     observed,
     parametrized_hooks,
@@ -42,6 +43,7 @@ def install(
     limited: Callable[[Any, Any], bool] = lambda *_: False,
     again: Callable[[Any, Any, int], None] = lambda *_: None,
     any_size: Callable[[Any], bool] = lambda _: False,
+    elsewhere: inside.Tell = lambda *_: None,
 ) -> None:
     """Wrap Dynamo's methods.
 
@@ -51,6 +53,7 @@ def install(
         limited: called with a compiler and a frame with experts of whose code Dynamo compiles nothing more; whether to ask for each call.
         again: called with a compiler, a frame that is left once more although it has experts that are fused in other calls, and when a
             report last said so.
+        elsewhere: called with a module that is compiled for us, what Dynamo calls for it, and another compiler that has it in a graph.
         any_size: from a compiler, whether its frames are to take sizes of 0 and 1 for sizes like any other, where they can.
     """
     from torch._dynamo.convert_frame import CatchErrorsWrapper
@@ -65,7 +68,7 @@ def install(
         return
     _wrap(_TorchDynamoContext, "__call__", functools.partial(_on_context, codes))
     _wrap(CatchErrorsWrapper, "__call__", functools.partial(_on_frame, codes, limited, again, any_size))
-    _wrap(InstructionTranslatorBase, "run", functools.partial(_on_run, start))
+    _wrap(InstructionTranslatorBase, "run", functools.partial(_on_run, start, elsewhere))
     _wrap(InstructionTranslatorBase, "step", _on_step)
     _wrap(MutationType, "__init__", _on_new)
     _wrap(LocalGeneratorObjectVariable, "__init__", _on_generator)
@@ -128,6 +131,7 @@ def _on_context(codes: Callable[[Any, Any], Collection[types.CodeType] | None], 
     found = codes(self.callback, compiled)
     if found is not None:
         left.look_again(found)
+        inside.compiled(self.callback, compiled)
         _torch_private.at_each_call(self, Begun)
     return original(self, compiled)
 
@@ -183,10 +187,10 @@ def _on_step(original: Any, self: Any) -> Any:
     return going
 
 
-def _on_run(start: Callable[[Any, Any, bool], Observer | None], original: Any, self: Any) -> Any:
+def _on_run(start: Callable[[Any, Any, bool], Observer | None], elsewhere: inside.Tell, original: Any, self: Any) -> Any:
     observer = _begin(start, self)
     if observer is None:
-        return original(self)
+        return original(self) if observed.of(self.output) is not None else inside.run(original, self, elsewhere)
     try:
         result = original(self)
     except Exception as error:
