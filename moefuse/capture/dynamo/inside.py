@@ -1,4 +1,4 @@
-"""Modules that are compiled for us, traced into a graph of another compiler: ``torch.compile`` inside of ``torch.compile`` makes one graph."""
+"""Modules that are compiled for us, traced into a graph of another compiler: nested ``torch.compile`` makes one graph, of the outer one."""
 
 from __future__ import annotations
 
