@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import moefuse
 from moefuse.evidence.layers import layers_of
 from tests.dist import layers
+from tests.zoo import tiny
 
 SIZES = (5, 3, 1, 7, 0, 2)
 """Tokens; the graph is made for the first number."""
@@ -217,6 +218,24 @@ def test_what_is_compiled() -> None:
     assert list(layers_of(model)) == ["a.experts", "b"]
     assert list(layers_of(model, r"^a")) == ["a"]
     assert moefuse.compile_layers(layers.Stacked(4)) == [""]
+
+
+NAMED = {"dbrx", "doge", "nllb_moe", "vitpose_backbone", "zaya"}
+"""Experts in one matrix, or a router that is more than one product: users say which modules."""
+
+
+def test_families_of_transformers() -> None:
+    """Structure alone finds the layers of all other families of this release, and of none the whole model."""
+    missed, whole = set(), set()
+    for name in tiny.FAMILIES:
+        try:
+            found = layers_of(tiny.build(name))
+        except pytest.skip.Exception:
+            continue
+        missed |= set() if found else {name}
+        whole |= {name} if any(len(path.split(".")) < 3 for path in found) else set()
+    assert missed == NAMED
+    assert not whole
 
 
 def test_options_and_mode() -> None:
