@@ -38,10 +38,6 @@ class Finding(NamedTuple):
     repair: str = ""
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="compile nothing: only look whether there is a compiler")
-
-
 def run(given: argparse.Namespace) -> int:
     findings = [*_versions(), *_compiler(given.quick), *_cache(), *_devices(), *_environment()]
     for finding in findings:

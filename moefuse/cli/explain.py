@@ -18,17 +18,6 @@ from moefuse.pipeline.publish import USER_DECIDED
 from moefuse.report.report import FusionReport
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODULE:NAME", help="a class or a function without arguments that gives the model")
-    parser.add_argument("--hf", metavar="PATH", help="a transformers config.json, or a folder with one; random weights, no downloads")
-    parser.add_argument("--layers", type=int, default=2, metavar="N", help="with --hf: so many layers of the model (default: 2)")
-    parser.add_argument("--inputs", nargs="+", metavar="TENSOR", help=target.INPUTS)
-    parser.add_argument("--train", action="store_true", help="in training mode, with gradients")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if a layer is left as it was, or none is found")
-    parser.add_argument("--html", metavar="FILE", help="write the report as a page, too")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-
-
 def run(given: argparse.Namespace) -> int:
     model, args, kwargs, changed = _model(given)
     if isinstance(model, torch.nn.Module):

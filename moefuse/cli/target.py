@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from moefuse.cli.command import CommandError, doing
+from moefuse.cli.words import INPUTS
 from moefuse.errors import first_line
 
-INPUTS = "one word for each tensor: [DTYPE:]SHAPE[:BELOW], e.g. 2x16, bfloat16:4x64, int64:1x12:1000 (random numbers below 1000)"
 _WORD = re.compile(r"(?:(?P<dtype>[a-z]\w*):)?(?P<shape>\d+(?:x\d+)*)(?::(?P<below>\d+))?")
 
 
@@ -43,7 +43,7 @@ def load(name: str, inputs: Sequence[str] | None) -> tuple[Callable[..., Any], t
 
 
 def tensor(word: str) -> torch.Tensor:
-    """A random tensor from its description: see :data:`INPUTS`."""
+    """A random tensor from its description: see :data:`moefuse.cli.words.INPUTS`."""
     match = _WORD.fullmatch(word)
     dtype = getattr(torch, (match["dtype"] if match else None) or "float32", None)
     if match is None or not isinstance(dtype, torch.dtype):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from moefuse.capture import entry
-from moefuse.cli import doctor, hugging_face, target
+from moefuse.cli import doctor, hugging_face, target, words
 from moefuse.cli.command import CommandError
-from moefuse.cli.main import COMMANDS, main, parser
+from moefuse.cli.main import RUN, main
 from moefuse.kernels.triton import config
 from moefuse.machine import cache_folder
+from moefuse.ops.meaning.activations import ACTIVATIONS
 from moefuse.runtime import native, providers
+from moefuse.spec import Gating
 from moefuse.tuning import store
 from moefuse.tuning.measure.report import WarmupReport
 
@@ -56,12 +58,20 @@ def output(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, st
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in COMMANDS:
+    assert RUN.keys() == words.COMMANDS.keys()
+    for name, (text, _) in words.COMMANDS.items():
         with pytest.raises(SystemExit) as stopped:
             main([name, "--help"])
         assert stopped.value.code == 0
-        assert COMMANDS[name].text[1:] in " ".join(capsys.readouterr().out.split())
-    assert parser().prog == "python -m moefuse"
+        said = " ".join(capsys.readouterr().out.split())
+        assert said.startswith(f"usage: python -m moefuse {name}")
+        assert text[1:] in said
+
+
+def test_the_words_of_the_package() -> None:
+    """They are written out, as a parser that imports nothing cannot ask for them."""
+    assert tuple(sorted(ACTIVATIONS)) == words.ACTIVATIONS
+    assert get_args(Gating) == words.GATINGS
 
 
 @pytest.mark.parametrize("argv", [[], ["explane"], ["cache"], ["cache", "burn"], ["warmup", "m:f"]])
