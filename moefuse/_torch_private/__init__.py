@@ -38,6 +38,7 @@ from moefuse._torch_private.compilation import (
     inlined_only as inlined_only,
     is_torch_compile_call as is_torch_compile_call,
     kept_out as kept_out,
+    name_backend as name_backend,
     running_call as running_call,
     sizes_of_the_run as sizes_of_the_run,
     source_name as source_name,

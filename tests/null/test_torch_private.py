@@ -45,6 +45,7 @@ POINTS = {
     "torch._dynamo.exc": ["ShortenTraceback", "RestartAnalysis", "SkipFrame", "BackendCompilerFailed", "exceptions_allowed_to_be_fallback"],
     "torch._dynamo.utils": ["counters", "graph_break_reasons", "_compilation_metrics"],
     "torch._dynamo.convert_frame": ["_compile", "compile_lock", "input_codes"],
+    "torch._dynamo.backends.registry": ["_BACKENDS"],
     "torch._dynamo.eval_frame": ["cached_backends", "_debug_get_cache_entry_list", "_stance"],
     "torch._dynamo.guards": ["DeletedGuardManagerWrapper", "GuardBuilder", "_get_closure_vars"],
     "torch._dynamo.pgo": ["_CODE_STATE"],
