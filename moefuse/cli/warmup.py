@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from moefuse import _torch_private
 from moefuse.api import compile, warmup
 from moefuse.cli import target
 from moefuse.cli.command import CommandError, doing
@@ -63,8 +64,8 @@ def _ran(given: argparse.Namespace) -> object:
     doing("compiling the model")
     compiled = compile(model)
     try:
-        with torch.no_grad():
+        with target.unlogged(_torch_private.FAKES_LOG), torch.no_grad():
             compiled(*inputs)
     except Exception as error:
-        raise CommandError(f"the compiled model fails on these inputs: {type(error).__name__}: {first_line(error)}") from error
+        raise CommandError(f"the compiled model fails on these inputs: {target.why(error)}") from error
     return compiled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from pathlib import Path
 from typing import Any, get_args
@@ -89,6 +90,8 @@ def test_wrong_words_are_argparses(argv: list[str]) -> None:
         (["my_models"], "'my_models' names nothing to build: give MODULE:NAME, e.g. my_package.model:MyModel"),
         (["no_such_package.models:Model"], "no module 'no_such_package'; run this where `import no_such_package.models` works"),
         (["my_broken:Model"], "`import my_broken` fails: ZeroDivisionError: division by zero"),
+        (["no/such/file.py:Model"], "there is no file no/such/file.py"),
+        (["my_models.py:Model", "--html", "no/such/folder/page.html"], "page.html cannot be written: No such file or directory"),
         (["my_models:Modell"], "my_models has no 'Modell'; it has Model, Sized, with_inputs, broken"),
         (["my_models:Sized"], "my_models:Sized needs arguments (width): name a function without any that builds the model"),
         (["my_models:broken"], "my_models:broken() fails: ValueError: no such file"),
@@ -114,6 +117,37 @@ def test_models_and_inputs() -> None:
     assert inputs[0].tolist() == [[1.0] * 3] * 2
     assert target.load("my_models:with_inputs", ["4x2"])[1][0].shape == (4, 2)
     assert isinstance(target.load("my_models:made", ["2"])[0], torch.nn.Module)
+
+
+def test_a_file_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "beside.py").write_text("WIDTH = 3\n")
+    (folder / "types.py").write_text(
+        "import beside\nimport torch\n\nclass Mine(torch.nn.Linear):\n    def __init__(self):\n        super().__init__(2, beside.WIDTH)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("elsewhere/types.py:Mine", "./elsewhere/types.py:Mine", f"{folder}/types.py:Mine"):
+        model, _ = target.load(name, ["1x2"])
+        assert model(torch.ones(1, 2)).shape == (1, 3)
+        assert sys.modules[type(model).__module__].Mine is type(model)
+    assert sys.modules["types"] is types, "a file's name may be that of another module"
+    with pytest.raises(CommandError, match=r"elsewhere/types\.py has no 'Yours'; it has Mine"):
+        target.load("elsewhere/types.py:Yours", None)
+    (folder / "lacking.py").write_text("import no_such_package\n")
+    with pytest.raises(CommandError, match="no module 'no_such_package'; run this where `import no_such_package` works"):
+        target.load("elsewhere/lacking.py:Model", None)
+
+
+def test_a_page_that_can_be_written_is_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether it can is tried before the model is built, which fails here."""
+    page = tmp_path / "page.html"
+    assert output(capsys, "explain", "my_models:broken", "--html", str(page))[0] == 2
+    assert not page.exists()
+    page.write_text("an older report")
+    assert output(capsys, "explain", "my_models:broken", "--html", str(page))[0] == 2
+    assert page.read_text() == "an older report"
 
 
 @pytest.mark.parametrize(
@@ -220,6 +254,10 @@ MISSING = {
     ),
     "cache": (lambda m, folder: m.setenv(cache_folder.VARIABLE, f"{folder}/my_models.py/x"), "cannot be written: Not a directory; let"),
     "unknown variable": (lambda m, folder: m.setenv("MOEFUSE_CASHE_DIR", "x"), "MOEFUSE_CASHE_DIR means nothing to moefuse"),
+    "space": (
+        lambda m, folder: m.setenv("TORCHINDUCTOR_CACHE_DIR", f"{folder}/a b"),
+        "name a folder without a space",
+    ),
     "illegal value": (lambda m, folder: m.setenv("MOEFUSE_VERIFY", "always"), "use probe or graph or off"),
 }
 
