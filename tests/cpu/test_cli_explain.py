@@ -42,6 +42,30 @@ class Noisy(MoE):
         return F.dropout(h, 0.5, self.training)
 
 
+class Rows(MoE):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 8), nn.SiLU(), nn.Linear(8, 16)) for _ in range(4))
+
+    def forward(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e in range(4):
+            rows, slot = torch.where(ids == e)
+            if rows.numel() > 0:
+                out.index_add_(0, rows, self.experts[e](x[rows]) * weights[rows, slot, None])
+        return out
+
+
+def two():
+    return nn.Sequential(Rows(), Rows()), torch.randn(6, 16)
+
+
+def function():
+    moe = MoE()
+    return lambda x: MoE.forward(moe, x), torch.randn(6, 16)
+
+
 def model():
     return nn.Sequential(MoE(), nn.LayerNorm(16), MoE()), torch.randn(6, 16)
 
@@ -91,6 +115,19 @@ def test_training_is_another_question(capsys: pytest.CaptureFixture[str]) -> Non
     code, out, err = output(capsys, "explain", "my_moe:Noisy", "--inputs", "6x16", "--strict", "--train", "--json")
     assert (code, err) == (1, ""), "what is refused is in the report, and not logged as well"
     assert "random" in [skipped["code"] for skipped in json.loads(out)["skipped"]]
+
+
+def test_a_layer_that_is_the_model_has_the_name_of_its_class(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "  fused   (MoE)  my_moe.py:17" in output(capsys, "explain", "my_moe:MoE", "--inputs", "6x16")[1]
+    assert "  fused   (no module)  my_moe.py:17" in output(capsys, "explain", "my_moe:function")[1], (
+        "a function is none"
+    )
+
+
+def test_a_note_of_several_layers_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    out = output(capsys, "explain", "my_moe:two", "--train")[1]
+    assert out.startswith("moefuse: fused 2 of 2 MoE layers")
+    assert out.count("  note    experts that no token chose get gradients of zeros") == 1
 
 
 def test_strict_is_about_models_without_experts_too(capsys: pytest.CaptureFixture[str]) -> None:
