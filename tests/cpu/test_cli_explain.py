@@ -119,9 +119,7 @@ def test_training_is_another_question(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_layer_that_is_the_model_has_the_name_of_its_class(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  fused   (MoE)  my_moe.py:17" in output(capsys, "explain", "my_moe:MoE", "--inputs", "6x16")[1]
-    assert "  fused   (no module)  my_moe.py:17" in output(capsys, "explain", "my_moe:function")[1], (
-        "a function is none"
-    )
+    assert "  fused   (no module)  my_moe.py:17" in output(capsys, "explain", "my_moe:function")[1], "a function is none"
 
 
 def test_a_note_of_several_layers_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
