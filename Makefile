@@ -59,7 +59,7 @@ demo: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy --package moefuse
+	$(BIN)/mypy --package moefuse --module moefuse_command
 
 quick: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SLICE) -x -q -n auto --dist worksteal

@@ -38,6 +38,7 @@ from moefuse._torch_private.compilation import (
     inlined_only as inlined_only,
     is_torch_compile_call as is_torch_compile_call,
     kept_out as kept_out,
+    name_backend as name_backend,
     running_call as running_call,
     sizes_of_the_run as sizes_of_the_run,
     source_name as source_name,
@@ -54,6 +55,7 @@ from moefuse._torch_private.cpp import (
     build_cpp as build_cpp,
     cpp_compiler as cpp_compiler,
     file_lock as file_lock,
+    inductor_folder as inductor_folder,
     libtorch_functions as libtorch_functions,
     libtorch_interface as libtorch_interface,
 )
@@ -88,7 +90,9 @@ from moefuse._torch_private.dynamo_state import (
     reset_code as reset_code,
 )
 from moefuse._torch_private.errors import (
+    FAKES_LOG as FAKES_LOG,
     asks_for_size as asks_for_size,
+    beneath as beneath,
     breaks_the_graph as breaks_the_graph,
     compiler_failed as compiler_failed,
     depends_on_data as depends_on_data,

@@ -9,6 +9,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import EntryPoint
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -237,6 +238,14 @@ def before_torch_compile(action: Callable[[], object]) -> None:
 
     wrapper.moefuse = True  # type: ignore[attr-defined]
     owner.__init__ = wrapper
+
+
+def name_backend(name: str, target: str) -> None:
+    """Let Dynamo know a backend by name and load it when it is asked for, as for an entry point, which takes its place where there is one.
+
+    Only for when Dynamo's registry of backends has been imported.
+    """
+    sys.modules["torch._dynamo.backends.registry"]._BACKENDS.setdefault(name, EntryPoint(name, target, "torch_dynamo_backends"))
 
 
 def unwrap_backend(backend: Any) -> tuple[Any, dict[str, Any]]:

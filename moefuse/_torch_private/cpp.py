@@ -67,6 +67,13 @@ def build_cpp(source: str, folder: Path) -> Path:
     return target
 
 
+def inductor_folder() -> str:
+    """Where Inductor keeps what it compiled; the folder is made."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
 def cpp_compiler() -> str:
     """The C++ compiler that Inductor uses.
 

@@ -11,12 +11,23 @@ from typing import Any, cast
 
 from moefuse.program.breaks import Kind, Stop
 
+FAKES_LOG = "torch._subclasses.fake_tensor"
+"""The log to which an operation that cannot be is written with its traceback, before it raises."""
+
 
 def dynamo_control_flow() -> tuple[type[BaseException], ...]:
     """Exceptions by which Dynamo restarts or skips a frame; a backend has to let them through."""
     from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
     return (RestartAnalysis, SkipFrame)
+
+
+def beneath(error: BaseException) -> BaseException:
+    """What a program raised, for an error that Dynamo raised around it, whose first line says only that Dynamo was at work."""
+    dynamos = getattr(sys.modules.get("torch._dynamo.exc"), "TorchDynamoException", ())
+    while isinstance(error, dynamos) and (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return error
 
 
 def asks_for_size() -> type[BaseException]:

@@ -1,1 +1,1 @@
-"""``python -m moefuse``: explain, doctor, warmup, cache. One file for each subcommand, :mod:`moefuse.cli.main` for what they share."""
+"""``python -m moefuse``: explain, doctor, warmup, cache. A file for each, :mod:`moefuse.cli.words` for how they are called."""

@@ -15,11 +15,6 @@ ROOMS = {"cpu-kernels": "C++ kernels for CPUs", "cuda-launch": "launchers for CU
 MEASURED = "tuning"
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("show", "clear"), help="show: folders and sizes; clear: remove what moefuse built and measured")
-    parser.add_argument("--keep-measurements", action="store_true", help="with clear: leave what warmup measured")
-
-
 def run(given: argparse.Namespace) -> int:
     print(cache_folder.root())
     for name, what in ROOMS.items():

@@ -38,12 +38,8 @@ class Finding(NamedTuple):
     repair: str = ""
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="compile nothing: only look whether there is a compiler")
-
-
 def run(given: argparse.Namespace) -> int:
-    findings = [*_versions(), *_compiler(given.quick), *_cache(), *_devices(), *_environment()]
+    findings = [*_versions(), *_compiler(given.quick), *_cache(), *_inductors_cache(), *_devices(), *_environment()]
     for finding in findings:
         print(f"{finding.state:<8} {finding.what:<14} {finding.text}")
         if finding.repair:
@@ -89,6 +85,14 @@ def _cache() -> Iterator[Finding]:
         yield Finding("ok", "cache", str(cache_folder.root()))
     else:
         yield Finding("missing", "cache", str(cache_folder.root()), problem)
+
+
+def _inductors_cache() -> Iterator[Finding]:
+    """torch writes paths into the compiler's command without quotes, so that a space in them ends its word."""
+    folder = _torch_private.inductor_folder()
+    if any(map(str.isspace, folder)):
+        repair = "let TORCHINDUCTOR_CACHE_DIR name a folder without a space: torch cannot compile C++ in this one"
+        yield Finding("missing", "torch's cache", folder, repair)
 
 
 def _devices() -> Iterator[Finding]:

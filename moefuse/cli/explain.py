@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from moefuse import _torch_private
 from moefuse.api import explain
 from moefuse.cli import hugging_face, target
 from moefuse.cli.command import CommandError, doing
-from moefuse.errors import first_line
 from moefuse.pipeline.publish import USER_DECIDED
 from moefuse.report.report import FusionReport
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODULE:NAME", help="a class or a function without arguments that gives the model")
-    parser.add_argument("--hf", metavar="PATH", help="a transformers config.json, or a folder with one; random weights, no downloads")
-    parser.add_argument("--layers", type=int, default=2, metavar="N", help="with --hf: so many layers of the model (default: 2)")
-    parser.add_argument("--inputs", nargs="+", metavar="TENSOR", help=target.INPUTS)
-    parser.add_argument("--train", action="store_true", help="in training mode, with gradients")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if a layer is left as it was, or none is found")
-    parser.add_argument("--html", metavar="FILE", help="write the report as a page, too")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-
-
 def run(given: argparse.Namespace) -> int:
+    if given.html:
+        _check_page(given.html)
     model, args, kwargs, changed = _model(given)
     if isinstance(model, torch.nn.Module):
         model.train(given.train)
@@ -38,7 +29,8 @@ def run(given: argparse.Namespace) -> int:
     if changed:
         report.notes.append(f"a model of its config: random weights, {changed}")
     if given.html:
-        _save(report, given.html)
+        with _writing(given.html):
+            report.save_html(given.html)
     print(report.to_json() if given.json else report)
     left = [skipped for skipped in report.skipped if skipped.code not in USER_DECIDED]
     return 1 if given.strict and (left or not report.fused) else 0
@@ -57,25 +49,30 @@ def _model(given: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ..
 
 
 def _explained(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> FusionReport:
-    # What the log would say is in the report.
-    log = logging.getLogger("moefuse")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
     try:
-        with contextlib.nullcontext() if train else torch.no_grad():
+        # What the log would say is in the report, or in the error.
+        with target.unlogged("moefuse", _torch_private.FAKES_LOG), contextlib.nullcontext() if train else torch.no_grad():
             return explain(model, *args, **kwargs)
     except Exception as error:
         shapes = ", ".join(
             f"{v.dtype}{list(v.shape)}".removeprefix("torch.") for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)
         )
-        text = f"the model cannot be called with {shapes or 'these inputs'}: {type(error).__name__}: {first_line(error)}"
-        raise CommandError(text) from error
-    finally:
-        log.setLevel(before)
+        raise CommandError(f"the model cannot be called with {shapes or 'these inputs'}: {target.why(error)}") from error
 
 
-def _save(report: FusionReport, path: str) -> None:
+def _check_page(path: str) -> None:
+    """Said before a model is built and compiled, which may take minutes."""
+    file = Path(path).resolve()
+    new = not file.exists()
+    with _writing(path), file.open("a"):
+        pass
+    if new:
+        file.unlink()
+
+
+@contextlib.contextmanager
+def _writing(path: str) -> Iterator[None]:
     try:
-        report.save_html(path)
+        yield
     except OSError as error:
         raise CommandError(f"{path} cannot be written: {error.strerror}") from error

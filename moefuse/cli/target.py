@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import importlib.util
 import inspect
+import logging
 import re
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from moefuse import _torch_private
 from moefuse.cli.command import CommandError, doing
+from moefuse.cli.words import INPUTS
 from moefuse.errors import first_line
 
-INPUTS = "one word for each tensor: [DTYPE:]SHAPE[:BELOW], e.g. 2x16, bfloat16:4x64, int64:1x12:1000 (random numbers below 1000)"
 _WORD = re.compile(r"(?:(?P<dtype>[a-z]\w*):)?(?P<shape>\d+(?:x\d+)*)(?::(?P<below>\d+))?")
 
 
 def load(name: str, inputs: Sequence[str] | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The model and what to call it with.
 
-    ``MODULE:NAME`` is a class or a function, called without arguments, that gives a model, or a model and its inputs as a tuple; or it is a
-    module itself.
+    ``MODULE:NAME``, or ``FILE.py:NAME``, is a class or a function, called without arguments, that gives a model, or a model and its inputs
+    as a tuple; or it is a module itself.
 
     Raises:
         CommandError: there is no such thing, it cannot be called so, or inputs are missing or wrong.
@@ -43,7 +48,7 @@ def load(name: str, inputs: Sequence[str] | None) -> tuple[Callable[..., Any], t
 
 
 def tensor(word: str) -> torch.Tensor:
-    """A random tensor from its description: see :data:`INPUTS`."""
+    """A random tensor from its description: see :data:`moefuse.cli.words.INPUTS`."""
     match = _WORD.fullmatch(word)
     dtype = getattr(torch, (match["dtype"] if match else None) or "float32", None)
     if match is None or not isinstance(dtype, torch.dtype):
@@ -54,26 +59,65 @@ def tensor(word: str) -> torch.Tensor:
     return torch.randint(0, int(match["below"] or 2), shape).to(dtype)
 
 
+def why(error: BaseException) -> str:
+    """What a program raised, in one line."""
+    error = _torch_private.beneath(error)
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+@contextlib.contextmanager
+def unlogged(*names: str) -> Iterator[None]:
+    """Nothing reaches these logs."""
+    before = {log: log.level for log in map(logging.getLogger, names)}
+    for log in before:
+        log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for log, level in before.items():
+            log.setLevel(level)
+
+
 def _attribute(name: str) -> Any:
-    home, colon, path = name.partition(":")
+    home, colon, path = name.rpartition(":")
     if not colon or not home or not path:
         raise CommandError(f"{name!r} names nothing to build: give MODULE:NAME, e.g. my_package.model:MyModel")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it; the console may not
-    try:
-        value: Any = importlib.import_module(home)
-    except ModuleNotFoundError as error:
-        raise CommandError(f"no module {error.name!r}; run this where `import {home}` works") from None
-    except Exception as error:
-        raise CommandError(f"`import {home}` fails: {type(error).__name__}: {first_line(error)}") from error
+    value: Any = _imported(home)
+    module = value.__name__
     for part in path.split("."):
         if not hasattr(value, part):
-            known = (
-                ", ".join(n for n, v in vars(value).items() if callable(v) and getattr(v, "__module__", "") == home) or "nothing of its own"
-            )
-            raise CommandError(f"{home} has no {path!r}; it has {known}")
+            own = (n for n, v in vars(value).items() if callable(v) and getattr(v, "__module__", "") == module)
+            raise CommandError(f"{home} has no {path!r}; it has {', '.join(own) or 'nothing of its own'}")
         value = getattr(value, part)
     return value
+
+
+def _imported(home: str) -> types.ModuleType:
+    """A module by its name, or by the path of its file, which then sees what lies beside it, as a program does."""
+    file = Path(home)
+    of_file = file.suffix == ".py" and file.is_file()
+    folder = str(file.resolve().parent) if of_file else ""  # "": as `python -m` has it; the console may not
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return _of_file(file) if of_file else importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        if file.suffix == ".py" and not of_file:
+            raise CommandError(f"there is no file {home}") from None
+        raise CommandError(f"no module {error.name!r}; run this where `import {error.name if of_file else home}` works") from None
+    except Exception as error:
+        raise CommandError(f"`import {home}` fails: {why(error)}") from error
+
+
+def _of_file(file: Path) -> types.ModuleType:
+    # Another module may have the name already. Classes are found by the name of their module: it is in sys.modules as any other.
+    name = file.stem if file.stem not in sys.modules else f"{file.stem}_"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _called(name: str, factory: Any) -> Any:
@@ -88,4 +132,4 @@ def _called(name: str, factory: Any) -> Any:
     try:
         return factory()
     except Exception as error:
-        raise CommandError(f"{name}() fails: {type(error).__name__}: {first_line(error)}") from error
+        raise CommandError(f"{name}() fails: {why(error)}") from error

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
+from moefuse import _torch_private
 from moefuse.api import compile, warmup
 from moefuse.cli import target
 from moefuse.cli.command import CommandError, doing
+from moefuse.cli.words import SIZES
 from moefuse.errors import first_line
-from moefuse.ops.meaning.activations import ACTIVATIONS
-from moefuse.spec import ExpertsSpec, Gating
-
-SIZES = ("experts", "top_k", "hidden", "intermediate")
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODULE:NAME", help="a class or a function without arguments that gives the model")
-    parser.add_argument("--inputs", nargs="+", metavar="TENSOR", help=target.INPUTS)
-    parser.add_argument("--tokens", required=True, metavar="N,N,...", help="numbers of tokens of one forward pass, e.g. 1,8,512")
-    parser.add_argument("--budget", type=float, default=120.0, metavar="SECONDS", help="time to take (default: 120)")
-    sizes = parser.add_argument_group("sizes in the place of a model, measured on random weights")
-    for name in SIZES:
-        sizes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
-    sizes.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    sizes.add_argument("--activation", default="silu", choices=sorted(ACTIVATIONS))
-    sizes.add_argument("--gating", default="merged", choices=get_args(Gating))
-    sizes.add_argument("--weights", default="stacked", choices=("stacked", "per_expert"))
+from moefuse.spec import ExpertsSpec
 
 
 def run(given: argparse.Namespace) -> int:
@@ -79,8 +64,8 @@ def _ran(given: argparse.Namespace) -> object:
     doing("compiling the model")
     compiled = compile(model)
     try:
-        with torch.no_grad():
+        with target.unlogged(_torch_private.FAKES_LOG), torch.no_grad():
             compiled(*inputs)
     except Exception as error:
-        raise CommandError(f"the compiled model fails on these inputs: {type(error).__name__}: {first_line(error)}") from error
+        raise CommandError(f"the compiled model fails on these inputs: {target.why(error)}") from error
     return compiled

@@ -18,6 +18,7 @@ log = logging.getLogger("moefuse.integrations")
 
 INTEGRATIONS = {
     "accelerate.utils.dataclasses": "moefuse.integrations.accelerate",
+    "torch._dynamo.backends.registry": "moefuse.integrations.dynamo",
     "transformers.distributed.expert_parallel": "moefuse.integrations.transformers_ep",
     "transformers.integrations.finegrained_fp8": "moefuse.integrations.transformers_fp8",
     "transformers.integrations.moe": "moefuse.integrations.transformers",

@@ -124,7 +124,7 @@ def rewrite_and_keep(
     if frame is not None:
         frame.check_worth(bool(result.fused) and not result.skipped, stop)
     report.fused += result.fused
-    report.notes += [note for note in result.notes if note not in report.notes]
+    report.notes = list(dict.fromkeys([*report.notes, *result.notes]))  # layers of one class have one line
     found = {(skipped.code, skipped.location) for skipped in result.skipped}
     # What an earlier attempt at this frame refused, and this one finds again, is one refusal.
     report.skipped = [skipped for skipped in report.skipped if (skipped.code, skipped.location) not in found] + result.skipped

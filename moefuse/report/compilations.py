@@ -25,12 +25,16 @@ Mode = tuple[bool, bool | None]
 
 
 class Place(NamedTuple):
-    """What a report is about: a frame, the mode it is compiled in, what tells apart modules that run its code, and the models around it."""
+    """What a report is about: a frame, the mode it is compiled in, what tells apart modules that run its code, and the models around it.
+
+    ``root``: the class of the module that was compiled; empty for a function.
+    """
 
     frame: object
     mode: Mode
     module: object
     roots: dict[str, weakref.ref[nn.Module]]
+    root: str
 
 
 _KINDS = 16
@@ -83,6 +87,7 @@ class Compilations:
     def __init__(self) -> None:
         self._known: dict[object, _Compilation] = {}
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
+        self._root = ""
         self.epoch = _torch_private.epoch()
 
     def ended(self) -> None:
@@ -93,6 +98,7 @@ class Compilations:
     def record(self, report: FusionReport, place: Place) -> None:
         """Remember one graph's report."""
         self._roots |= place.roots
+        self._root = place.root or self._root
         key = (place.frame, place.mode, place.module)
         last = self._known.pop(key, None)
         # Those of other calls stay, and may be what runs the next time.
@@ -186,6 +192,7 @@ class Compilations:
             report.skipped = [dataclasses.replace(s, fused_too=_in_one_of(s.module, same, known.frame)) for s in kept]
         merged = FusionReport.merged(reversed(left))
         merged.modules = tuple((prefix, tree_of(root)) for prefix, weak in self._roots.items() if (root := weak()) is not None)
+        merged.root = self._root
         return merged
 
 

@@ -119,6 +119,8 @@ class Entries:
     """Those of experts that are fused."""
     modules: tuple[tuple[str, Tree], ...] = field(default=(), repr=False, compare=False)
     """The modules of what was compiled, behind the prefix of their names; what a page draws, and no part of the JSON."""
+    root: str = field(default="", repr=False, compare=False)
+    """The class of the module that was compiled, which has no name as a layer; empty for a function."""
     disabled: str = field(default="", repr=False, compare=False)
     """By what moefuse is switched off; empty where it is not."""
     followed: list[str] = field(default_factory=list, repr=False, compare=False)

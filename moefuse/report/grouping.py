@@ -33,16 +33,20 @@ def pattern(module: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
 
 
-def module_names(paths: list[str]) -> str:
-    """Short for several layers: ``model.layers.*.mlp (48 layers)``, ``mlp x2`` where one name stands for several, ``mlp, mtp.mlp``."""
+def module_names(paths: list[str], root: str = "") -> str:
+    """Short for several layers: ``model.layers.*.mlp (48 layers)``, ``mlp x2`` where one name stands for several, ``mlp, mtp.mlp``.
+
+    ``root`` is the class of the module whose path is empty.
+    """
     stacks = _grouped(paths, pattern)
-    names = [_stack_name(stack) for stack in stacks[:3]]
+    names = [_stack_name(stack, root) for stack in stacks[:3]]
     return ", ".join(names) + (f" and {len(paths) - sum(map(len, stacks[:3]))} more" if len(stacks) > 3 else "")
 
 
-def _stack_name(paths: list[str]) -> str:
+def _stack_name(paths: list[str], root: str) -> str:
     different = list(dict.fromkeys(paths))
     if len(different) == 1:
-        return f"{different[0] or '(no module)'}{f' x{len(paths)}' if len(paths) > 1 else ''}"
+        name = different[0] or f"({root or 'no module'})"
+        return f"{name} x{len(paths)}" if len(paths) > 1 else name
     parts = zip(*(path.split(".") for path in different), strict=True)
     return f"{'.'.join(part[0] if len(set(part)) == 1 else '*' for part in parts)} ({len(different)} layers)"

@@ -59,10 +59,12 @@ def place(report: FusionReport, frame: object | None = None, mode: Mode | None =
     """The frame (unless that is given) and the module that Dynamo is compiling, which a report of it is recorded under."""
     frame, traced = _torch_private.frame_id() if frame is None else frame, _torch_private.traced()
     roots = {prefix: weakref.ref(root) for prefix, root in roots_of(traced).items()} if traced is not None else {}
+    itself = None if traced is None else getattr(traced.function, "__self__", traced.function)
+    root = type(itself).__name__ if isinstance(itself, nn.Module) else ""
     if frame is None:
         # A direct call of the backend has no frame number; its reports stand side by side.
         frame = object() if report.graph_count else TOLD[0]
-    return Place(frame, _mode(traced) if mode is None else mode, _module(traced, report), roots)
+    return Place(frame, _mode(traced) if mode is None else mode, _module(traced, report), roots, root)
 
 
 def _of(owner: object) -> _Kept | None:

@@ -54,8 +54,8 @@ def _main(report: Entries) -> str:
     sections = [
         _header(report),
         _section("Model", _model(report)),
-        _section("Left as it was", "".join(_left(items) for items in grouped_skipped(report.skipped))),
-        _section("Fused", "".join(_fused(items) for items in grouped_fused(report.fused))),
+        _section("Left as it was", "".join(_left(items, report.root) for items in grouped_skipped(report.skipped))),
+        _section("Fused", "".join(_fused(items, report.root) for items in grouped_fused(report.fused))),
         _section("Graph breaks", _breaks(report.graph_breaks)),
         _section("Notes", _list(report.notes)),
         tag("footer", escaped(_versions())),
@@ -117,7 +117,7 @@ def _badge(text: str, kind: str) -> str:
     return tag("span", escaped(text), f"badge {kind}")
 
 
-def _fused(items: Sequence[Fused]) -> str:
+def _fused(items: Sequence[Fused], root: str) -> str:
     first = items[0]
     errors = [item.error for item in items if item.error is not None]
     rows = _parameters(first.spec)
@@ -131,7 +131,7 @@ def _fused(items: Sequence[Fused]) -> str:
     rows += [("workspace", f"{amount(max(sizes)[0])} for {max(sizes)[1]} tokens")] if sizes else []
     table = tag("table", "".join(tag("tr", tag("th", name) + tag("td", escaped(value))) for name, value in rows))
     sides = tag("div", table + drawing(first.before, first.after), "sides")
-    return tag("article", _head(items, _badge("fused", "fused"), first.location) + sides, "card")
+    return tag("article", _head(items, root, _badge("fused", "fused"), first.location) + sides, "card")
 
 
 def _parameters(spec: ExpertsSpec) -> list[tuple[str, str]]:
@@ -162,18 +162,22 @@ def weight_bytes(spec: ExpertsSpec) -> int:
     return spec.num_experts * spec.intermediate * width * dtype.itemsize
 
 
-def _left(items: Sequence[Skipped]) -> str:
+def _left(items: Sequence[Skipped], root: str) -> str:
     first = items[0]
     to_do = advice().get(first.code)
-    parts = [_head(items, _badge(first.code, "left"), first.location), tag("p", f"{marked_up(first.message)}."), excerpt(first.location)]
+    parts = [
+        _head(items, root, _badge(first.code, "left"), first.location),
+        tag("p", f"{marked_up(first.message)}."),
+        excerpt(first.location),
+    ]
     parts += [tag("p", marked_up(to_do), "advice")] if to_do else []
     return tag("article", "".join(parts), "card")
 
 
-def _head(items: Sequence[Fused] | Sequence[Skipped], badge: str, location: str) -> str:
+def _head(items: Sequence[Fused] | Sequence[Skipped], root: str, badge: str, location: str) -> str:
     name, line = split(location)
     place = tag("span", escaped(f"{name}:{line}" if line else location), "place")
-    return tag("div", f"{tag('h3', escaped(module_names([item.module for item in items])))}{badge}{place}", "head")
+    return tag("div", f"{tag('h3', escaped(module_names([item.module for item in items], root)))}{badge}{place}", "head")
 
 
 def _breaks(reasons: Sequence[str]) -> str:

@@ -54,10 +54,10 @@ class FusionReport(Entries):
             memory = f", {max(sizes)[0] / 2**20:.2g} MiB for {max(sizes)[1]} tokens" if sizes else ""
             where = f"  {first.parallel}" if first.parallel else ""
             text = f"{first.spec}{beside}  [{first.domain}, {first.tier}, {error}{memory}]{where}"
-            rows.append(("fused", module_names([f.module for f in fused]), _basename(first.location), text))
+            rows.append(("fused", module_names([f.module for f in fused], self.root), _basename(first.location), text))
         for skipped in grouped_skipped(self.skipped):
             code, message, location = skipped[0].code, skipped[0].message, skipped[0].location
-            rows.append(("skipped", module_names([s.module for s in skipped]), _basename(location), f"{code}: {message}"))
+            rows.append(("skipped", module_names([s.module for s in skipped], self.root), _basename(location), f"{code}: {message}"))
         return rows
 
     def _break_lines(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,30 @@ class MoE(nn.Module):
 class Noisy(MoE):
     def noise(self, h):
         return F.dropout(h, 0.5, self.training)
+
+
+class Rows(MoE):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 8), nn.SiLU(), nn.Linear(8, 16)) for _ in range(4))
+
+    def forward(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e in range(4):
+            rows, slot = torch.where(ids == e)
+            if rows.numel() > 0:
+                out.index_add_(0, rows, self.experts[e](x[rows]) * weights[rows, slot, None])
+        return out
+
+
+def two():
+    return nn.Sequential(Rows(), Rows()), torch.randn(6, 16)
+
+
+def function():
+    moe = MoE()
+    return lambda x: MoE.forward(moe, x), torch.randn(6, 16)
 
 
 def model():
@@ -92,6 +117,17 @@ def test_training_is_another_question(capsys: pytest.CaptureFixture[str]) -> Non
     assert "random" in [skipped["code"] for skipped in json.loads(out)["skipped"]]
 
 
+def test_a_layer_that_is_the_model_has_the_name_of_its_class(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "  fused   (MoE)  my_moe.py:17" in output(capsys, "explain", "my_moe:MoE", "--inputs", "6x16")[1]
+    assert "  fused   (no module)  my_moe.py:17" in output(capsys, "explain", "my_moe:function")[1], "a function is none"
+
+
+def test_a_note_of_several_layers_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    out = output(capsys, "explain", "my_moe:two", "--train")[1]
+    assert out.startswith("moefuse: fused 2 of 2 MoE layers")
+    assert out.count("  note    experts that no token chose get gradients of zeros") == 1
+
+
 def test_strict_is_about_models_without_experts_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert output(capsys, "explain", "my_moe:dense")[0] == 0
     code, out, _ = output(capsys, "explain", "my_moe:dense", "--strict")
@@ -102,10 +138,45 @@ def test_strict_is_about_models_without_experts_too(capsys: pytest.CaptureFixtur
 def test_inputs_that_do_not_fit_are_the_users_to_change(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, err = output(capsys, "explain", "my_moe:MoE", "--inputs", "6x5")
     assert (code, out) == (2, "")
-    assert "the model cannot be called with float32[6, 5]: " in err
-    code, _, err = output(capsys, "explain", "my_moe:dense", "--html", str(tmp_path / "no" / "page.html"))
+    assert (
+        "the model cannot be called with float32[6, 5]: RuntimeError: a and b must have same reduction dim, but got [6, 5] X [16, 4]" in err
+    )
+    code, _, err = output(capsys, "warmup", "my_moe:MoE", "--inputs", "6x5", "--tokens", "1")
+    assert code == 2
+    assert "the compiled model fails on these inputs: RuntimeError: a and b must have same reduction dim" in err
+
+
+def test_a_page_that_cannot_be_written_is_said_first(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moefuse.cli.explain.explain", lambda *args: pytest.fail("this takes its time"))
+    code, _, err = output(capsys, "explain", "my_moe:model", "--html", str(tmp_path / "no" / "page.html"))
     assert code == 2
     assert "cannot be written: No such file or directory" in err
+
+
+def test_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = output(capsys, "explain", f"{tmp_path}/my_moe.py:model", "--strict")
+    assert (code, err) == (0, "")
+    assert out.startswith("moefuse: fused 2 of 2 MoE layers")
+    assert "my_moe.py:17" in out
+
+
+IN_A_SPACE = """
+import torch
+from torch._inductor.exc import InductorError
+try:
+    torch.compile(lambda x: x.sin() + x.cos())(torch.ones(64))
+except InductorError as error:
+    print(str(error).splitlines()[0])
+"""
+
+
+def test_torch_compiles_no_cpp_where_the_path_has_a_space(tmp_path: Path) -> None:
+    """What doctor says; when a release of torch does, doctor has to ask for the release."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/a b"}
+    done = subprocess.run([sys.executable, "-c", IN_A_SPACE], env=environment, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "CppCompileError: C++ compile error\n"
 
 
 def test_a_transformers_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -139,8 +210,8 @@ def test_as_a_program(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("moefuse: fused 2 of 2 MoE layers")
     assert done.stderr == ""
-    wrong = subprocess.run(
-        [*command[:3], "explain", "nothing:here"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert wrong.returncode == 2
-    assert wrong.stderr.startswith("python -m moefuse explain: no module 'nothing'")
+    for words, said in ((["nothing:here"], "no module 'nothing'"), (["my_moe:MoE", "--inputs", "6x5"], "the model cannot be called with")):
+        wrong = subprocess.run([*command[:4], *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert wrong.returncode == 2
+        assert wrong.stderr.startswith(f"python -m moefuse explain: {said}")
+        assert wrong.stderr.count("\n") == 1, "torch logs a traceback of its own"

@@ -1,9 +1,13 @@
-"""``backend="moefuse"`` in a process that never imports moefuse."""
+"""``backend="moefuse"`` in a process that never imports moefuse, and in one where it is not installed."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+import torch
 
 PROGRAM = """
 import copy
@@ -52,3 +56,67 @@ def test_the_name_is_enough() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+
+
+FOLDER = """
+import importlib.metadata
+import sys
+
+sys.path.insert(0, {folder!r})
+of_all = importlib.metadata.entry_points
+
+
+def of_others(**given):
+    return importlib.metadata.EntryPoints(entry for entry in of_all(**given) if entry.name != "moefuse")
+
+
+importlib.metadata.entry_points = of_others
+import torch
+
+
+def names_it():
+    return torch.compiler.list_backends().count("moefuse")
+
+
+def compiled(x):
+    return torch.compile(lambda x: x + 1, backend="moefuse")(x)
+
+
+{program}
+torch.testing.assert_close(compiled(torch.ones(3)), torch.full((3,), 2.0))
+assert torch._dynamo.utils.counters["moefuse"]["graphs"] == 1
+assert names_it() == 1
+from moefuse.backend import backend
+assert torch._dynamo.lookup_backend("moefuse") is backend, "capture asks which function it is"
+"""
+"""A process in which the package lies in a folder, and no distribution has its name."""
+
+MOEFUSE_FIRST = """
+import moefuse
+assert "torch._dynamo" not in sys.modules, "it takes a second"
+"""
+DYNAMO_FIRST = """
+assert names_it() == 0
+try:
+    compiled(torch.ones(3))
+except torch._dynamo.exc.InvalidBackend:
+    import moefuse
+else:
+    raise AssertionError("there is an entry point")
+"""
+
+
+@pytest.mark.parametrize("program", [MOEFUSE_FIRST, DYNAMO_FIRST], ids=["moefuse first", "dynamo first"])
+def test_a_folder_is_enough_with_an_import(program: str, tmp_path: Path) -> None:
+    (tmp_path / "moefuse").symlink_to(Path(__file__).parent.parent.parent / "moefuse")
+    text = FOLDER.format(folder=str(tmp_path), program=program)
+    done = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_installed_and_imported_it_is_one_backend() -> None:
+    import moefuse  # noqa: F401
+    from moefuse.backend import backend
+
+    assert torch.compiler.list_backends().count("moefuse") == 1
+    assert torch._dynamo.lookup_backend("moefuse") is backend

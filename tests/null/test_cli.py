@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from moefuse.capture import entry
-from moefuse.cli import doctor, hugging_face, target
+from moefuse.cli import doctor, hugging_face, target, words
 from moefuse.cli.command import CommandError
-from moefuse.cli.main import COMMANDS, main, parser
+from moefuse.cli.main import RUN, main
 from moefuse.kernels.triton import config
 from moefuse.machine import cache_folder
+from moefuse.ops.meaning.activations import ACTIVATIONS
 from moefuse.runtime import native, providers
+from moefuse.spec import Gating
 from moefuse.tuning import store
 from moefuse.tuning.measure.report import WarmupReport
 
@@ -56,12 +59,20 @@ def output(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, st
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in COMMANDS:
+    assert RUN.keys() == words.COMMANDS.keys()
+    for name, (text, _) in words.COMMANDS.items():
         with pytest.raises(SystemExit) as stopped:
             main([name, "--help"])
         assert stopped.value.code == 0
-        assert COMMANDS[name].text[1:] in " ".join(capsys.readouterr().out.split())
-    assert parser().prog == "python -m moefuse"
+        said = " ".join(capsys.readouterr().out.split())
+        assert said.startswith(f"usage: python -m moefuse {name}")
+        assert text[1:] in said
+
+
+def test_the_words_of_the_package() -> None:
+    """They are written out, as a parser that imports nothing cannot ask for them."""
+    assert tuple(sorted(ACTIVATIONS)) == words.ACTIVATIONS
+    assert get_args(Gating) == words.GATINGS
 
 
 @pytest.mark.parametrize("argv", [[], ["explane"], ["cache"], ["cache", "burn"], ["warmup", "m:f"]])
@@ -79,6 +90,8 @@ def test_wrong_words_are_argparses(argv: list[str]) -> None:
         (["my_models"], "'my_models' names nothing to build: give MODULE:NAME, e.g. my_package.model:MyModel"),
         (["no_such_package.models:Model"], "no module 'no_such_package'; run this where `import no_such_package.models` works"),
         (["my_broken:Model"], "`import my_broken` fails: ZeroDivisionError: division by zero"),
+        (["no/such/file.py:Model"], "there is no file no/such/file.py"),
+        (["my_models.py:Model", "--html", "no/such/folder/page.html"], "page.html cannot be written: No such file or directory"),
         (["my_models:Modell"], "my_models has no 'Modell'; it has Model, Sized, with_inputs, broken"),
         (["my_models:Sized"], "my_models:Sized needs arguments (width): name a function without any that builds the model"),
         (["my_models:broken"], "my_models:broken() fails: ValueError: no such file"),
@@ -104,6 +117,37 @@ def test_models_and_inputs() -> None:
     assert inputs[0].tolist() == [[1.0] * 3] * 2
     assert target.load("my_models:with_inputs", ["4x2"])[1][0].shape == (4, 2)
     assert isinstance(target.load("my_models:made", ["2"])[0], torch.nn.Module)
+
+
+def test_a_file_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "beside.py").write_text("WIDTH = 3\n")
+    (folder / "types.py").write_text(
+        "import beside\nimport torch\n\nclass Mine(torch.nn.Linear):\n    def __init__(self):\n        super().__init__(2, beside.WIDTH)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("elsewhere/types.py:Mine", "./elsewhere/types.py:Mine", f"{folder}/types.py:Mine"):
+        model, _ = target.load(name, ["1x2"])
+        assert model(torch.ones(1, 2)).shape == (1, 3)
+        assert sys.modules[type(model).__module__].Mine is type(model)
+    assert sys.modules["types"] is types, "a file's name may be that of another module"
+    with pytest.raises(CommandError, match=r"elsewhere/types\.py has no 'Yours'; it has Mine"):
+        target.load("elsewhere/types.py:Yours", None)
+    (folder / "lacking.py").write_text("import no_such_package\n")
+    with pytest.raises(CommandError, match="no module 'no_such_package'; run this where `import no_such_package` works"):
+        target.load("elsewhere/lacking.py:Model", None)
+
+
+def test_a_page_that_can_be_written_is_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether it can is tried before the model is built, which fails here."""
+    page = tmp_path / "page.html"
+    assert output(capsys, "explain", "my_models:broken", "--html", str(page))[0] == 2
+    assert not page.exists()
+    page.write_text("an older report")
+    assert output(capsys, "explain", "my_models:broken", "--html", str(page))[0] == 2
+    assert page.read_text() == "an older report"
 
 
 @pytest.mark.parametrize(
@@ -210,6 +254,10 @@ MISSING = {
     ),
     "cache": (lambda m, folder: m.setenv(cache_folder.VARIABLE, f"{folder}/my_models.py/x"), "cannot be written: Not a directory; let"),
     "unknown variable": (lambda m, folder: m.setenv("MOEFUSE_CASHE_DIR", "x"), "MOEFUSE_CASHE_DIR means nothing to moefuse"),
+    "space": (
+        lambda m, folder: m.setenv("TORCHINDUCTOR_CACHE_DIR", f"{folder}/a b"),
+        "name a folder without a space",
+    ),
     "illegal value": (lambda m, folder: m.setenv("MOEFUSE_VERIFY", "always"), "use probe or graph or off"),
 }
 

@@ -1,4 +1,4 @@
-"""The wheel: one top-level name, the linked folders as real files, the entry point."""
+"""The wheel: the top-level names, the linked folders as real files, the entry points."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def test_the_only_top_level_name_is_moefuse(wheel: zipfile.ZipFile) -> None:
+def test_the_top_level_names_are_the_package_and_its_command(wheel: zipfile.ZipFile) -> None:
     top = {name.split("/")[0] for name in wheel.namelist()}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"moefuse"}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"moefuse", "moefuse_command.py"}
 
 
 @pytest.mark.parametrize("folder", ["passes", "kernels"])
@@ -61,11 +61,12 @@ def test_every_source_file_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
     assert {"moefuse/py.typed"} <= set(wheel.namelist())
 
 
-def test_the_entry_point_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
+def test_the_entry_points_are_in_the_wheel(wheel: zipfile.ZipFile) -> None:
     (path,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     parser = configparser.ConfigParser()
     parser.read_string(wheel.read(path).decode())
     assert dict(parser["torch_dynamo_backends"]) == {"moefuse": "moefuse.backend:backend"}
+    assert dict(parser["console_scripts"]) == {"moefuse": "moefuse_command:main"}
 
 
 def test_the_license_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:

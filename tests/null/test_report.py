@@ -135,3 +135,11 @@ def test_one_module_called_twice_keeps_its_name() -> None:
 def test_one_name_for_layers(paths: list[str], name: str) -> None:
     """Layers that are tuned together need not stand in one stack, nor equally deep."""
     assert module_names(paths) == name
+
+
+def test_the_root_has_the_name_of_its_class() -> None:
+    assert module_names(["", ""], "MoE") == "(MoE) x2"
+    assert module_names(["", "moe"], "Block") == "(Block), moe"
+    report = FusionReport([Fused("", "/src/modeling_x.py:123", SPEC, "sorted", "fused")], root="MoE")
+    assert "  fused   (MoE)  " in str(report)
+    assert "(MoE)" in report.to_html()

@@ -33,6 +33,7 @@ from tests.house import DOORS, private_in, private_names, wrapped
 POINTS = {
     "torch._inductor": ["list_options", "list_mode_options"],
     "torch._inductor.codecache": ["CppCodeCache"],
+    "torch._inductor.runtime.cache_dir_utils": ["cache_dir"],
     "torch._inductor.compile_fx": ["compile_fx"],
     "torch._inductor.config": [
         *("post_grad_custom_post_pass", "pre_grad_custom_pass", "reorder_for_locality", "custom_partitioner_fn", "fallback_random"),
@@ -42,9 +43,13 @@ POINTS = {
     "torch._inductor.lowering": ["fallback_handler", "register_lowering"],
     "torch._inductor.virtualized": ["V"],
     "torch._inductor.custom_graph_pass": ["CustomGraphPass", "CustomPartitionerFn"],
-    "torch._dynamo.exc": ["ShortenTraceback", "RestartAnalysis", "SkipFrame", "BackendCompilerFailed", "exceptions_allowed_to_be_fallback"],
+    "torch._dynamo.exc": [
+        *("ShortenTraceback", "RestartAnalysis", "SkipFrame", "BackendCompilerFailed", "exceptions_allowed_to_be_fallback"),
+        "TorchDynamoException",
+    ],
     "torch._dynamo.utils": ["counters", "graph_break_reasons", "_compilation_metrics"],
     "torch._dynamo.convert_frame": ["_compile", "compile_lock", "input_codes"],
+    "torch._dynamo.backends.registry": ["_BACKENDS"],
     "torch._dynamo.eval_frame": ["cached_backends", "_debug_get_cache_entry_list", "_stance"],
     "torch._dynamo.guards": ["DeletedGuardManagerWrapper", "GuardBuilder", "_get_closure_vars"],
     "torch._dynamo.pgo": ["_CODE_STATE"],
