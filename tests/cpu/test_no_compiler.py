@@ -69,7 +69,9 @@ def test_a_loop_that_eager_mode_can_run(tmp_path: Path) -> None:
     """Without moefuse Dynamo leaves all of it to eager mode, which needs no compiler."""
     ended = done("torch.testing.assert_close(torch.compile(layer, backend='moefuse')(x), layer(x))", tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert f"(not-captured): which rows an expert takes depends on data, and the compiler cannot take the graph ({sentence()})" in ended.stderr
+    assert (
+        f"(not-captured): which rows an expert takes depends on data, and the compiler cannot take the graph ({sentence()})" in ended.stderr
+    )
     assert "Backend compiler" not in ended.stderr
 
 
