@@ -3,6 +3,7 @@
     python benchmarks/loss_curves.py                      # full training, 200 steps, a few minutes on two cores
     python benchmarks/loss_curves.py --mode lora          # adapters on the experts, shorter sequences (needs peft)
     python benchmarks/loss_curves.py --mode autocast      # float32 weights under bfloat16 autocast
+    python benchmarks/loss_curves.py --show               # draw the pictures anew, and train nothing
 
 Training amplifies rounding: two runs that add the same numbers in another order drift apart, further with each step. So equal curves are
 those whose distance is that of such runs. Three of them are run in eager, each with the sequences of every batch in another order,
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,10 +29,12 @@ from tqdm import tqdm
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "examples")]
 import demo  # noqa: E402  (examples/ is no package)
+from _loss_picture import drawn  # noqa: E402
 
 import moefuse  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
+NAME = "loss-curves.json"
 ORDERS = ("rolled by 1", "rolled by 3", "reversed")
 """How the sequences of a batch are put in another order, in the runs that measure noise."""
 
@@ -133,41 +135,10 @@ def rounded(values: list[float]) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-WIDTH, LEFT, TOP, LOWER, GAP = 760, 60, 210, 130, 60  # pixels; heights of the panel of losses and of that of distances
-
-
-def drawn(mode: str, result: dict[str, Any]) -> str:
-    """Both curves, and below, on a logarithmic scale, how far apart they are."""
-    eager, mine, far = result["eager"], result["moefuse"], result["distance"]
-    floor = 1e-8
-    low, high = min(*eager, *mine), max(*eager, *mine)
-    least, most = -8.0, math.ceil(math.log10(max(*far["moefuse"], *far["reordered eager"], floor)))
-    base = 40 + TOP + GAP + LOWER
-
-    def path(values: list[float], at: Callable[[float], float], style: str) -> str:
-        step = (WIDTH - LEFT - 20) / max(len(values) - 1, 1)
-        points = " ".join(f"{LEFT + i * step:.1f},{at(v):.1f}" for i, v in enumerate(values))
-        return f'<polyline points="{points}" fill="none" {style}/>'
-
-    def upper(value: float) -> float:
-        return 40 + TOP * (high - value) / (high - low)
-
-    def lower(value: float) -> float:
-        return base - LOWER * (math.log10(max(value, floor)) - least) / (most - least)
-
-    blue, orange = 'stroke="#1f6fb4" stroke-width="1.5"', 'stroke="#d1731f" stroke-width="1.5" stroke-dasharray="5 3"'
-    grey = 'stroke="#999" stroke-width="1.5"'
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{base + 40}" font-family="sans-serif" font-size="12">']
-    out.append('<rect width="100%" height="100%" fill="white"/>')
-    out.append(f'<text x="{LEFT}" y="22" font-weight="bold">Loss of the demo\'s model, {mode}: eager (blue), moefuse (dashed)</text>')
-    out += [f'<text x="{LEFT - 8}" y="{upper(v) + 4:.0f}" text-anchor="end">{v:.2f}</text>' for v in (low, high)]
-    out += [path(eager, upper, blue), path(mine, upper, orange)]
-    title = "largest difference so far: moefuse to eager (dashed), eager to eager with reordered batches (grey)"
-    out.append(f'<text x="{LEFT}" y="{40 + TOP + GAP - 16}">{title}</text>')
-    out += [f'<text x="{LEFT - 8}" y="{lower(10.0**v) + 4:.0f}" text-anchor="end">1e{v:.0f}</text>' for v in (least, most)]
-    out += [path(far["reordered eager"], lower, grey), path(far["moefuse"], lower, orange)]
-    out.append(f'<text x="{WIDTH - 20}" y="{base + 22}" text-anchor="end">{result["steps"]} steps</text>')
-    return "\n".join([*out, "</svg>\n"])
+def shown(folder: Path) -> None:
+    """Draw what the results say."""
+    for mode, result in json.loads((folder / NAME).read_text()).items():
+        (folder / f"loss-curves-{mode}.svg").write_text(drawn(mode, result))
 
 
 def main() -> int:
@@ -176,13 +147,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--factor", type=float, default=3.0)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--show", action="store_true", help="draw the pictures from the results that are there, and train nothing")
     args = parser.parse_args()
+    if args.show:
+        shown(args.out)
+        return 0
     result = measured(MODES[args.mode], args.steps)
     args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / "loss-curves.json"
+    file = args.out / NAME
     known = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(known | {args.mode: result}) + "\n")
-    (args.out / f"loss-curves-{args.mode}.svg").write_text(drawn(args.mode, result))
+    shown(args.out)
     far, ends = result["furthest"], result["last ten"]
     print(f"layers fused: {result['layers'][0]} of {result['layers'][1]}")
     print(f"mean loss of the last ten steps: eager {ends['eager']:.4f}, moefuse {ends['moefuse']:.4f}")

@@ -10,6 +10,7 @@ from moefuse._version import __version__ as __version__
 from moefuse.api import compile as compile, compile_layers as compile_layers, explain as explain, warmup as warmup
 from moefuse.config import Options as Options
 from moefuse.errors import (
+    CompilerError as CompilerError,
     FusionError as FusionError,
     OptionError as OptionError,
     ParallelError as ParallelError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from moefuse.parallel.unshard import unparallelize as unparallelize
 
 __all__ = [
+    "CompilerError",
     "ExpertsSpec",
     "FusionError",
     "FusionReport",

@@ -51,6 +51,7 @@ def backend(
 
     Raises:
         OptionError: for an unknown option or an illegal value.
+        CompilerError: when Inductor has C++ to compile, and finds no compiler.
         FusionError: under ``strict``, when mixture-of-experts code is left as it was.
         RuntimeError: torch's own, for an unknown mode or an Inductor option with a value of the wrong type.
     """

@@ -147,6 +147,10 @@ class FusionError(RuntimeError):
     """Raised under ``options={"strict": True}`` when a mixture-of-experts-looking region is not fused. The text is the report's."""
 
 
+class CompilerError(RuntimeError):
+    """Inductor has C++ to compile for this graph, and finds no compiler. The text says what to install."""
+
+
 class OptionError(ValueError):
     """A wrong option name or value; the text lists the legal ones."""
 

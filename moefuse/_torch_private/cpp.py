@@ -85,6 +85,18 @@ def cpp_compiler() -> str:
     return get_cpp_compiler()
 
 
+def no_compiler() -> str:
+    """What to do where Inductor finds no C++ compiler."""
+    from torch._inductor import config
+
+    searched = config.cpp.cxx if isinstance(config.cpp.cxx, list | tuple) else [config.cpp.cxx]
+    tried = ", ".join(str(name) for name in searched if name)
+    return (
+        f"Inductor has C++ to compile for what this graph computes, and there is no C++ compiler (tried: {tried}): "
+        "install g++ (apt-get install g++), or let CXX name a compiler"
+    )
+
+
 def file_lock(path: Path) -> contextlib.AbstractContextManager[Any]:
     """A lock between processes; the file stays."""
     from torch.utils._filelock import FileLock

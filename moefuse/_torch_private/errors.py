@@ -75,10 +75,10 @@ def _surfaced(error: Exception, frame: types.FrameType) -> Exception:
     # Name and module: in a traceback the user reads the documented class. __str__: Dynamo adds advice on its own bugs to the arguments.
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__str__": lambda self: text}
     surfaced = type(kind.__name__, bases, body)
-    # Not through __init__, whose signature depends on the class. The frame is where Dynamo cuts its own frames off the traceback.
-    raised = cast(Exception, surfaced.__new__(surfaced, *error.args))
-    vars(raised)["first_useful_frame"] = frame
-    return raised
+    # Not through its own __init__, whose signature depends on the class. The frame is where Dynamo cuts its own frames off the traceback.
+    raised = cast(Any, surfaced.__new__(surfaced, *error.args))
+    ShortenTraceback.__init__(raised, *error.args, first_useful_frame=frame)
+    return cast(Exception, raised)
 
 
 _CAPTURE_FLAGS = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")

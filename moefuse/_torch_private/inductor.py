@@ -9,10 +9,13 @@ from typing import Any, cast
 
 import torch
 
+from moefuse._torch_private.cpp import no_compiler
+from moefuse._torch_private.errors import surfacing
 from moefuse._torch_private.floats import compiled_for_their_values
 from moefuse._torch_private.order import communicates, keep_order
 from moefuse._torch_private.tensors import is_distributed
 from moefuse._torch_private.types import CompiledFn
+from moefuse.errors import CompilerError
 
 
 def inductor_option_names() -> frozenset[str]:
@@ -67,7 +70,11 @@ def random_stream_of(patches: Mapping[str, Any]) -> Iterator[None]:
 def compile_fx(
     gm: torch.fx.GraphModule, example_inputs: Sequence[object], config_patches: dict[str, Any], name: str | None = None
 ) -> CompiledFn:
-    """Hand the graph to Inductor; ``name`` is what ``torch.compile(name=...)`` calls the region, where torch has that."""
+    """Hand the graph to Inductor; ``name`` is what ``torch.compile(name=...)`` calls the region, where torch has that.
+
+    Raises:
+        CompilerError: Inductor has C++ to compile, and finds no compiler; a backward that is compiled later raises it, too.
+    """
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
 
     keep_what_is_mutated()
@@ -80,7 +87,24 @@ def compile_fx(
     inputs: Any = list(example_inputs)
     named: dict[str, Any] = {} if name is None else {"compile_region_name": name}
     with compiled_for_their_values(gm):
-        return cast(CompiledFn, inductor_compile_fx(gm, inputs, config_patches=config_patches, **named))
+        return cast(CompiledFn, inductor_compile_fx(gm, inputs, _compile_inner, config_patches, **named))
+
+
+def _compile_inner(*args: Any, **kwargs: Any) -> Any:
+    """Compile one graph, forward or backward, as Inductor does by itself.
+
+    Inductor alone knows what it writes C++ for: not for a model on a GPU, nor for what torch's own operators compute.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.exc import InductorError, InvalidCxxCompiler
+
+    with surfacing(CompilerError):
+        try:
+            return compile_fx_inner(*args, **kwargs)
+        except InductorError as error:
+            if not isinstance(error.inner_exception, InvalidCxxCompiler):
+                raise
+            raise CompilerError(no_compiler()) from None
 
 
 @functools.cache

@@ -65,7 +65,12 @@ def _compiler(quick: bool) -> Iterator[Finding]:
     try:
         compiler = _torch_private.cpp_compiler()
     except Exception:
-        yield Finding("missing", "C++ compiler", "none found", "install g++ (apt-get install g++), or let CXX name a compiler")
+        yield Finding(
+            "missing",
+            "C++ compiler",
+            "none found: most models on a CPU do not compile, calls on CUDA take longer",
+            "install g++ (apt-get install g++), or let CXX name a compiler",
+        )
         return
     yield Finding("ok", "C++ compiler", compiler)
     if quick or os.environ.get(native.SWITCH) == "0" or native.problem() is not None:

@@ -15,7 +15,7 @@ from moefuse.capture.dynamo import order
 from moefuse.capture.dynamo.control import environment
 from moefuse.capture.frame import Frame
 from moefuse.config import Options
-from moefuse.errors import CODES, first_line, message
+from moefuse.errors import CODES, CompilerError, first_line, message
 from moefuse.evidence.few_bits import Rounded, rounded
 from moefuse.evidence.flows import Flow, flow_of
 from moefuse.passes.graph.assumptions import Undischarged
@@ -25,7 +25,7 @@ from moefuse.passes.graph.symbols import inputs_of
 from moefuse.pipeline import settled
 from moefuse.program.breaks import Stop
 from moefuse.report.doors import opaque
-from moefuse.report.entries import RejectedError, Skipped
+from moefuse.report.entries import Fused, RejectedError, Skipped
 from moefuse.report.quietly import quietly
 from moefuse.report.report import FusionReport
 from moefuse.runtime import pieces
@@ -53,6 +53,9 @@ def compile_or_restore(
     except _torch_private.dynamo_control_flow():
         raise
     except Exception as error:
+        if frame is not None and isinstance(error, CompilerError) and frame.traces_data:
+            # A loop that breaks the graph is run by eager mode, which may need no compiler.
+            frame.retreat([], [*report.skipped, *(_not_compiled(fused, error) for fused in report.fused)], why=str(error))
         if frame is not None and isinstance(error, _torch_private.breaks_the_graph()):
             # Dynamo would log that the backend is broken, and break the graph; it was moefuse that made it trace this far.
             frame.leave_numbers(first_line(error))
@@ -71,6 +74,12 @@ def compile_or_restore(
         log.exception("the compiler fails on the graph that moefuse rewrote; it got the graph as it was")
         report.skipped.append(_internal_error(error))
         return compiled
+
+
+def _not_compiled(fused: Fused, error: CompilerError) -> Skipped:
+    detail = f"the compiler cannot take the graph ({error})"
+    text = message("not-captured", {"what": "which rows an expert takes", "detail": detail})
+    return Skipped("not-captured", text, fused.module, fused.location)
 
 
 def rewrite_and_keep(

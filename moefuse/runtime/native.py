@@ -86,9 +86,9 @@ def ready(unit: str = "infer") -> bool:
     return it.library is not None
 
 
-def problem() -> str | None:
-    """What keeps the kernels from being compiled and kept, as far as that can be told at once; None if nothing does."""
-    unusable = cache_folder.problem(FOLDER)
+def problem(folder: str = FOLDER) -> str | None:
+    """What keeps C++ from being compiled and kept in a folder of the cache, as far as that can be told at once; None if nothing does."""
+    unusable = cache_folder.problem(folder)
     if unusable is not None:
         return unusable
     try:

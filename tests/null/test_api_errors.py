@@ -50,7 +50,7 @@ def test_the_pass_takes_only_moefuse_options() -> None:
 
 def test_public_names() -> None:
     names = ["ExpertsSpec", "FusionError", "FusionReport", "MoEFusionPass", "OptionError", "Options", "WarmupReport"]
-    names += ["ParallelError", "PeerError", "RoutingError", "TooManyTokens"]
+    names += ["CompilerError", "ParallelError", "PeerError", "RoutingError", "TooManyTokens"]
     names += ["__version__", "clip_grad_norm_", "compile", "explain", "full_state_dict", "last_report", "load", "parallelize"]
     names += ["capture_routing", "replay_routing", "reports", "unparallelize", "warmup"]
     assert sorted(moefuse.__all__) == sorted(names)
@@ -62,6 +62,7 @@ def test_public_names() -> None:
 def test_errors_have_the_documented_bases() -> None:
     assert issubclass(moefuse.OptionError, ValueError)
     assert issubclass(moefuse.FusionError, RuntimeError)
+    assert issubclass(moefuse.CompilerError, RuntimeError)
     assert issubclass(moefuse.ParallelError, ValueError)
     assert issubclass(moefuse.PeerError, RuntimeError)
     assert issubclass(moefuse.TooManyTokens, moefuse.PeerError)

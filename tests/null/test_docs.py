@@ -112,9 +112,9 @@ def tables() -> types.ModuleType:
     return program("tables")
 
 
-def program(name: str) -> types.ModuleType:
-    """A program of docs/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+def program(name: str, folder: str = "docs") -> types.ModuleType:
+    """A program of docs/, or of another folder that is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -145,7 +145,13 @@ def test_the_picture_shows_the_results_that_are_there() -> None:
     """And the number above it is its longest bar."""
     picture = program("picture")
     assert picture.PICTURE.read_text() == picture.drawn()
-    assert f"up to {max(ratio for _, ratio in picture.bars()):.1f}x" in README
+    assert f"up to {max(ratio for group in picture.groups() for _, ratio in group.bars):.1f}x" in README
+
+
+def test_loss_curves_are_drawn_from_the_results_that_are_there() -> None:
+    results, picture = ROOT / "benchmarks" / "results", program("_loss_picture", "benchmarks")
+    for mode, result in json.loads((results / "loss-curves.json").read_text()).items():
+        assert (results / f"loss-curves-{mode}.svg").read_text() == picture.drawn(mode, result)
 
 
 def test_the_readme_is_short() -> None:

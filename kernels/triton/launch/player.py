@@ -21,7 +21,7 @@ from moefuse.errors import first_line
 from moefuse.kernels.triton.launch.driver_launch import SWITCH, driver
 from moefuse.kernels.triton.launch.operations import types_of
 from moefuse.machine import cache_folder, environment, slow_paths
-from moefuse.runtime import providers
+from moefuse.runtime import native, providers
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def _start() -> None:
     except Exception as error:
         # No compiler, a read-only cache folder, a torch without the interface, ...: the Python ops stay.
         log.debug("ops on CUDA are launched from Python: %s", first_line(error))
-        slow_paths.taken(SLOW, cache_folder.problem(FOLDER) or first_line(error))
+        slow_paths.taken(SLOW, native.problem(FOLDER) or first_line(error))
 
 
 def tf32_allowed() -> bool:
