@@ -7,8 +7,8 @@
 Ways: ``eager``; ``model`` is ``model.compile(backend="moefuse")``; ``decoder`` compiles each decoder layer; ``experts`` is
 ``moefuse.compile_layers(model)``. Each is a process of its own. ``first`` is the seconds of the first request; ``hundredth`` and ``last``
 milliseconds of a request, the median of the twenty before it; ``graphs`` that torch has compiled, and ``compiling`` the seconds it took;
-``fused`` the share of twenty more requests that ran layers fused; ``grown`` MiB of the process (or of the device) between the tenth request and the
-last one. Every tenth request has a static cache, prompts are padded on the left.
+``fused`` the share of twenty more requests that ran layers fused; ``grown`` MiB of the process (or of the device) between the tenth request
+and the last one. Every tenth request has a static cache, prompts are padded on the left.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ NEW = 3
 
 def prepare(model: Any, way: str) -> None:
     import moefuse
-    import moefuse.backend  # noqa: F401
 
     if way == "model":
         model.compile(backend="moefuse")

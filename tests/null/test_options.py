@@ -69,19 +69,19 @@ def test_the_callers_dict_is_left_alone() -> None:
         (
             {"strikt": True},
             "unknown option 'strikt' (did you mean 'strict'?); "
-            "moefuse's options are capture, cost_gate, enabled, exclude, expect, fuse_router, max_rewrites, overlap, quantised, recompute, "
-            "router_topk, strict, verify; Inductor's options are accepted too, see torch._inductor.list_options()",
+            "moefuse's options are any_size, capture, cost_gate, enabled, exclude, expect, fuse_router, max_rewrites, overlap, quantised, "
+            "recompute, router_topk, strict, verify; Inductor's options are accepted too, see torch._inductor.list_options()",
         ),
         (
             {"max_autotun": True},
             "unknown option 'max_autotun' (did you mean 'max_autotune'?); "
-            "moefuse's options are capture, cost_gate, enabled, exclude, expect, fuse_router, max_rewrites, overlap, quantised, recompute, "
-            "router_topk, strict, verify; Inductor's options are accepted too, see torch._inductor.list_options()",
+            "moefuse's options are any_size, capture, cost_gate, enabled, exclude, expect, fuse_router, max_rewrites, overlap, quantised, "
+            "recompute, router_topk, strict, verify; Inductor's options are accepted too, see torch._inductor.list_options()",
         ),
         (
             {7: True},
-            "unknown option 7; moefuse's options are capture, cost_gate, enabled, exclude, expect, fuse_router, max_rewrites, overlap, "
-            "quantised, recompute, router_topk, strict, verify; "
+            "unknown option 7; moefuse's options are any_size, capture, cost_gate, enabled, exclude, expect, fuse_router, max_rewrites, "
+            "overlap, quantised, recompute, router_topk, strict, verify; "
             "Inductor's options are accepted too, see torch._inductor.list_options()",
         ),
         (["strict"], "options must be a dict, got list"),
