@@ -5,6 +5,7 @@ TRL computes log-probabilities in chunks, by a function that Dynamo leaves (``ou
 
 from __future__ import annotations
 
+import runpy
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -88,3 +89,11 @@ def test_reentrant_checkpoints(run: Callable[..., Run]) -> None:
     assert report is not None
     assert all("{'use_reentrant': False}" in skipped.message for skipped in report.skipped)
     assert report.layers == (0, tiny.LAYERS)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["sft.py", "--steps", "4"])
+    runpy.run_path(str(Path(__file__).parents[2] / "examples/sft.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "fused 2 of 2 MoE layers" in out, out
