@@ -3,7 +3,7 @@
     python benchmarks/layer.py --out benchmarks/results/layer-h200.json
     python benchmarks/layer.py --shapes qwen3 --tokens 1,64 --only moefuse,hf_grouped_c,ub_read
     python benchmarks/layer.py --shapes mixtral --only moefuse,moefuse_apart,loop --once
-    python benchmarks/layer.py --show benchmarks/results/layer-h200.json --plot layer.svg
+    python benchmarks/layer.py --show benchmarks/results/layer-h200{,-few,-specialised}.json --plot docs/layer-h200.svg
 
 Correctness comes first: an implementation that is further than 2 % from float32 on sampled tokens is not timed. Times are microseconds per
 call, the median over CUDA-graph replays with rotating inputs; what cannot be captured is timed with events. All implementations of a point
@@ -351,13 +351,13 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds in all")
     parser.add_argument("--once", action="store_true", help="all at each point at once, without a first pass for ours and the ceilings")
     parser.add_argument("--commit", help="where the checkout is not a repository")
-    parser.add_argument("--show", type=Path, help="print the table of a result instead of measuring")
+    parser.add_argument("--show", type=Path, nargs="+", help="print the table of results, the newest last, instead of measuring")
     parser.add_argument("--plot", type=Path, help="write the figure (SVG) of the result")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     if args.show:
-        data = json.loads(args.show.read_text())
+        data = layer_report.newest([json.loads(file.read_text()) for file in args.show])
     else:
         with torch.inference_mode():
             data = run(args)

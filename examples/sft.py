@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with TRL's defaults (gradient checkpointing, the router's loss), for TRL 0.24 or newer.
+"""Supervised fine-tuning with TRL's defaults (gradient checkpointing, the router's loss), tried with TRL 1.16.
 
 python examples/sft.py --steps 8
 """
@@ -49,7 +49,7 @@ def main() -> None:
         trainer = SFTTrainer(small_model(), config, train_dataset=Dataset.from_list(texts), processing_class=small_tokenizer())
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    print(f"loss {losses[0]} -> {losses[-1]}")
+    print(f"loss {float(losses[0]):.2f} -> {float(losses[-1]):.2f}")
     print(moefuse.last_report())
 
 
