@@ -20,8 +20,9 @@ from moefuse.pipeline import inference_inputs, publish, rewrite
 from moefuse.program.runs import Begun
 from moefuse.replay import calls
 from moefuse.replay.choices import opened
-from moefuse.report import launched
+from moefuse.report import launched, waiting
 from moefuse.report.doors import history
+from moefuse.report.entries import count
 from moefuse.report.quietly import quietly
 from moefuse.report.report import FusionReport
 from moefuse.runtime import pieces
@@ -65,7 +66,7 @@ def backend(
         return _torch_private.compile_fx(gm, example_inputs, patches, name)
     frame = entry.frame()
     missed_layers.watch(own)
-    with _torch_private.random_stream_of(patches):
+    with waiting.told("looking for experts, and proving what is fused"), _torch_private.random_stream_of(patches):
         report, saved = rewrite.rewrite_and_keep(gm, example_inputs, own, frame)
     missed_layers.watch_lost(report, own)
     launched.note(report, _torch_private.records_graphs(patches))
@@ -92,7 +93,8 @@ def backend(
 
     try:
         frozen = inference_inputs.kept(gm, example_inputs) if report.fused else []
-        compiled = rewrite.compile_or_restore(gm, report, saved, frame, run_compiler)
+        with waiting.told(f"Inductor compiles a graph with {count(len(report.fused), 'fused layer')}"):
+            compiled = rewrite.compile_or_restore(gm, report, saved, frame, run_compiler)
         compiled = inference_inputs.ordinary(compiled, frozen)
         compiled = history.watched(report, compiled, example_inputs)
         spread = _torch_private.communicates(gm)
