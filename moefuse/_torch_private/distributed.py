@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from moefuse._torch_private.tensors import is_distributed
+
 
 def timeout_of(group: Any) -> datetime.timedelta | None:
     """How long a process group waits for other ranks; None if its backend does not say."""
@@ -131,9 +133,10 @@ def sharded_over(mesh: Any) -> Any:
 
 
 def computed_with(model: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """The Parameters of a model that FSDP2 shards, by the identity of those that are in their place while it runs."""
+    """Parameters of a model, by the identities of what graphs read of them: those that FSDP2 has in their place, and a DTensor's local part."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, kind)] if kind is not None else []
     groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] if g is not None]
     pairs = ((getattr(p, "_unsharded_param", None), p.sharded_param) for group in groups for p in group.fsdp_params)
-    return {id(whole): shard for whole, shard in pairs if whole is not None}
+    parts = {id(local_part(p)): p for p in model.parameters() if is_distributed(p)}
+    return parts | {id(whole): shard for whole, shard in pairs if whole is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ from moefuse import _torch_private
 from moefuse.parallel import shard, views
 from moefuse.passes import replacement
 from moefuse.passes.prove.verify import verify
+from moefuse.pipeline import publish
 from tests.dist import layers
 from tests.dist.test_big_worlds import one_of
 
@@ -113,6 +115,21 @@ def test_what_an_attempt_gathered_is_not_said_of_the_next(mesh: DeviceMesh, monk
 
 def fails(*_: object) -> None:
     raise ValueError("this proof cannot be made")
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_fused_layer_is_not_told_as_missed(
+    mesh: DeviceMesh, train: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In inference a graph reads what a Parameter is on this rank, which is another tensor than the Parameter."""
+    monkeypatch.setattr(publish, "_warned", set())
+    layer = layers.Stacked(4)
+    moefuse.parallelize(layer, mesh)
+    assert moefuse.compile_layers(layer) == [""]
+    with torch.set_grad_enabled(train):
+        layer(torch.randn(5, layers.H))
+    assert moefuse.last_report().layers == (1, 1)
+    assert not [record for record in caplog.records if record.name.startswith("moefuse") and record.levelno >= logging.WARNING]
 
 
 def test_other_layers_are_other_classes(mesh: DeviceMesh) -> None:
