@@ -133,7 +133,7 @@ def sharded_over(mesh: Any) -> Any:
 
 
 def computed_with(model: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """Parameters of a model, by the identities of what graphs read of them: those that FSDP2 has in their place, and a DTensor's local part."""
+    """Parameters of a model, by the identities of what graphs read: what FSDP2 has in their place, and local parts of DTensors."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, kind)] if kind is not None else []
     groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] if g is not None]
