@@ -13,6 +13,7 @@ TRITON := $(VENV)/triton
 NEWEST := $(VENV)/triton-newest
 DEPENDS := $(wildcard tests/triton/test_hopper_*.py) tests/triton/test_compiled_words.py tests/triton/test_native.py tests/triton/test_compiled.py
 DEEPSPEED := $(VENV)/deepspeed
+MKDOCS := $(VENV)/mkdocs
 # What `make versions` tries: the oldest torch that is supported and the newest that pip finds, on every Python that is here.
 TORCHES := 2.11.0 newest
 PYTHONS := python3.11 python3.12 python3.13
@@ -23,7 +24,7 @@ RULES := $(sort $(wildcard tests/null/test_rules_*.py))
 COVERED := --cov=moefuse --cov=passes
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint quick test test-one-process test-ranks test-transformers4 test-trl test-deepspeed versions zoo-coverage kernels line-coverage gpu deep dist-nightly bench clean
+.PHONY: help venv demo lint quick docs test test-one-process test-ranks test-transformers4 test-trl test-deepspeed versions zoo-coverage kernels line-coverage gpu deep dist-nightly bench clean
 
 help:
 	@echo "make venv   the environment, pinned, in $(VENV)"
@@ -39,6 +40,7 @@ help:
 	@echo "make line-coverage  line and branch coverage of all tests that need no GPU (half an hour on two cores; of a slice in make test)"
 	@echo "make gpu    the tests that need a CUDA device"
 	@echo "make lint   style and types only"
+	@echo "make docs   the pages as a site in build/site, with a reference of the public API"
 	@echo "make deep   the tests again with many more generated programs"
 	@echo "make dist-nightly  all tests on several ranks, and many more drawn programs"
 	@echo "make bench  benchmarks"
@@ -60,6 +62,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --package moefuse --module moefuse_command
+
+docs: $(MKDOCS)/.installed
+	PYTHONPATH=$(MKDOCS) $(BIN)/python -m mkdocs build --quiet --strict
 
 quick: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SLICE) -x -q -n auto --dist worksteal
@@ -122,6 +127,10 @@ $(NEWEST)/.installed: $(STAMP)
 
 $(TRITON)/.installed: $(STAMP) requirements/triton.txt
 	$(BIN)/pip install --quiet --no-deps --target $(TRITON) -r requirements/triton.txt
+	@touch $@
+
+$(MKDOCS)/.installed: $(STAMP) requirements/docs.txt
+	$(BIN)/pip install --quiet --no-deps --target $(MKDOCS) -r requirements/docs.txt
 	@touch $@
 
 $(DEEPSPEED)/.installed: $(STAMP) requirements/deepspeed.txt
