@@ -1,4 +1,4 @@
-"""The site's page of all that ``moefuse`` exports, from its docstrings: ``docs/site.py`` asks for it, ``python docs/reference.py`` prints it."""
+"""The site's page of all that ``moefuse`` exports, from its docstrings; ``docs/site.py`` asks for it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,3 @@ def _lines(doc: str) -> Iterator[str]:
             named = re.match(r"([\w.*]+(?:, [\w.*]+)*): (.*)", text)
             yield f"- `{named[1]}`: {named[2]}" if named else f"- {text}"
         yield ""
-
-
-if __name__ == "__main__":
-    print(page())
