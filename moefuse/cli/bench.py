@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from moefuse.api import benchmark
 from moefuse.cli import target
@@ -17,7 +18,7 @@ def run(given: argparse.Namespace) -> int:
     model, args, kwargs, changed = target.asked(given)
     model, (args, kwargs) = target.on_gpu(model, (args, kwargs))
     with target.called_with(args, kwargs):
-        gains = benchmark(model, *args, train=given.train, budget_s=given.budget, progress=True, **kwargs)
+        gains = benchmark(model, *args, train=given.train, budget_s=given.budget, progress=sys.stderr.isatty(), **kwargs)
     if changed:
         gains.notes.append(f"a model of its config: random weights, {changed}")
     if given.html:
