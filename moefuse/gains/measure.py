@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from moefuse import _torch_private, backend
+from moefuse.capture.dynamo import inside
 from moefuse.gains import layers
 from moefuse.gains.compare import WAYS, Compared, Made, opened
 from moefuse.gains.gains import Gains
@@ -31,10 +32,9 @@ OF_THE_MODEL = 0.5
 
 def ways(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """In eager, and two compilations that know nothing of each other."""
-    inductor: Any = "inductor"
     return {
         EAGER: function,
-        INDUCTOR: _torch_private.compile_isolated(function, inductor),
+        INDUCTOR: _torch_private.compile_isolated(function, "inductor"),
         MOEFUSE: _torch_private.compile_isolated(function, backend.backend),
     }
 
@@ -97,7 +97,7 @@ def _measured(
 @contextlib.contextmanager
 def _left_as_it_was() -> Iterator[None]:
     """Dynamo, reports, warnings and what warmup would find are what they were when the block ends."""
-    with history.set_aside(), publish.warned_later(), sites.set_aside(), _torch_private.borrowed_dynamo():
+    with history.set_aside(), publish.warned_later(), sites.set_aside(), inside.set_aside(), _torch_private.borrowed_dynamo():
         yield
 
 

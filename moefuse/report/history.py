@@ -219,10 +219,11 @@ def report_in_call(start: int) -> FusionReport:
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """What is compiled in this block is in no report behind it."""
+    """What is compiled in this block is in no report behind it, neither in one of its own nor in those that there were."""
     global _compilations
     with _lock:
         before, kept, _compilations = _compilations, dict(_kept), None
+        _kept.clear()
     try:
         yield
     finally:

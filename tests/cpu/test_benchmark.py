@@ -93,19 +93,36 @@ def test_a_layer_gets_what_it_gets_in_the_model() -> None:
 
 def test_nothing_is_left_behind() -> None:
     """The user's compiled code, counters, reports, warnings, what warmup finds."""
-    model, x = Model(Layer()), torch.randn(7, H)
-    compiled = torch.compile(model, backend="moefuse")
+    layer, x = Layer(), torch.randn(7, H)
+    model = Model(layer)
+    compiled, alone = torch.compile(model, backend="moefuse"), torch.compile(layer, backend="moefuse")
+
+    def state() -> Any:
+        now = {name: dict(counter) for name, counter in counters.items()}
+        return now, str(moefuse.last_report()), str(moefuse.reports()), set(publish._warned), sites.of(None)
+
     with torch.no_grad():
         compiled(x)
-        before = {name: dict(counter) for name, counter in counters.items()}
-        report, known, warned = str(moefuse.last_report()), str(moefuse.reports()), set(publish._warned)
-        found = sites.of(None)
-        measured(model, x)
-        assert {name: dict(counter) for name, counter in counters.items()} == before
-        assert (str(moefuse.last_report()), str(moefuse.reports()), set(publish._warned)) == (report, known, warned)
-        assert sites.of(None) == found
+        alone(x)
+        before = state()
+        gains = measured(model, x)
+        assert gains.report.layers == (1, 1), "what the user has compiled does not stand in for what is measured"
+        assert [row.problem for row in gains.model.rows] == [""] * 3
+        assert state() == before
+        assert "layers.0" in str(gains.report)
+        assert "layers.0" not in str(moefuse.last_report())
         compiled(x)
-    assert {name: dict(counter) for name, counter in counters.items()} == before, "what was compiled runs on"
+        alone(x)
+    assert state() == before, "what was compiled runs on"
+
+
+def test_inductor_may_compile_it_afterwards(caplog: pytest.LogCaptureFixture) -> None:
+    """And is not told that a layer in its graph is compiled with moefuse."""
+    layer, x = Layer(), torch.randn(7, H)
+    measured(layer, x)
+    torch.compile(Model(layer))(x)
+    assert "compiled with moefuse" not in caplog.text
+    assert len(moefuse.reports()) == 0
 
 
 def test_before_anything_was_compiled() -> None:

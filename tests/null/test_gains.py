@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import moefuse
-from moefuse.gains import measure, turns
+from moefuse.gains import compare, measure, turns
 from moefuse.gains.call import Call, Result, difference, floats, tolerance
 from moefuse.gains.gains import Gains
 from moefuse.gains.page import bars
@@ -213,6 +213,25 @@ def test_backward_ends_at_the_inputs() -> None:
     x.sum().backward()
     assert source.grad is not None
     assert source.grad.tolist() == [[2.0] * 4] * 2
+
+
+def test_memory_is_what_a_call_takes_beyond_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all devices together; the peak is that of the call alone."""
+    held, peaks, waited = {"cuda:0": 100, "cuda:1": 10}, {"cuda:0": 900, "cuda:1": 900}, []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held[str(device)])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[str(device)])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.update({str(device): held[str(device)]}))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(str(device)))
+
+    def called(x: Tensor) -> Tensor:
+        peaks.update({"cuda:0": 164, "cuda:1": 18})
+        return x
+
+    with compare.opened(called, (torch.ones(2),), {}, False, lambda function: {EAGER: function}, Clock()) as one:
+        assert one._memory(EAGER) is None
+        one.devices = [torch.device("cuda:0"), torch.device("cuda:1")]
+        assert one._memory(EAGER) == 72
+    assert waited[-2:] == ["cuda:0", "cuda:1"]
 
 
 @pytest.mark.parametrize("budget", [0, -1, math.inf, math.nan, True, "1"], ids=str)
