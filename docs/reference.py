@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 FUNCTIONS = (
-    ("Compiling", ("compile", "compile_layers", "explain", "last_report", "reports", "warmup")),
+    ("Compiling", ("compile", "compile_layers", "explain", "last_report", "reports", "benchmark", "warmup")),
     ("Several ranks", ("parallelize", "unparallelize", "load", "full_state_dict", "clip_grad_norm_")),
     ("Routing", ("capture_routing", "replay_routing")),
 )
-CLASSES = ("Options", "FusionReport", "WarmupReport", "ExpertsSpec", "MoEFusionPass")
+CLASSES = ("Options", "FusionReport", "Gains", "WarmupReport", "ExpertsSpec", "MoEFusionPass")
 _SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises")
 
 

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import moefuse.ops  # noqa: F401  # registers torch.ops.moefuse.*, which rewritten and cached graphs call
 from moefuse._version import __version__ as __version__
-from moefuse.api import compile as compile, compile_layers as compile_layers, explain as explain, warmup as warmup
+from moefuse.api import (
+    benchmark as benchmark,
+    compile as compile,
+    compile_layers as compile_layers,
+    explain as explain,
+    warmup as warmup,
+)
 from moefuse.config import Options as Options
 from moefuse.errors import (
     CompilerError as CompilerError,
@@ -18,6 +24,7 @@ from moefuse.errors import (
     RoutingError as RoutingError,
     TooManyTokens as TooManyTokens,
 )
+from moefuse.gains.gains import Gains as Gains
 from moefuse.integrations import on_import as _on_import
 from moefuse.replay.api import capture_routing as capture_routing, replay_routing as replay_routing
 from moefuse.report.history import last_report as last_report, reports as reports
@@ -38,6 +45,7 @@ __all__ = [
     "ExpertsSpec",
     "FusionError",
     "FusionReport",
+    "Gains",
     "MoEFusionPass",
     "OptionError",
     "Options",
@@ -47,6 +55,7 @@ __all__ = [
     "TooManyTokens",
     "WarmupReport",
     "__version__",
+    "benchmark",
     "capture_routing",
     "clip_grad_norm_",
     "compile",

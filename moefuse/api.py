@@ -1,4 +1,4 @@
-"""The functions that users call: compile, compile_layers, explain, warmup."""
+"""The functions that users call: compile, compile_layers, explain, benchmark, warmup."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import nn
 from moefuse import backend as _backend
 from moefuse.diagnosis import trial
 from moefuse.evidence.layers import layers_of
+from moefuse.gains import measure
+from moefuse.gains.gains import Gains
 from moefuse.report.report import FusionReport
 from moefuse.spec import ExpertsSpec
 
@@ -101,6 +103,40 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> FusionRepor
     """
     _check_callable("explain", model)
     return trial.explain(model, args, kwargs)
+
+
+def benchmark(
+    model: Callable[..., Any], *args: Any, train: bool = False, budget_s: float = 60.0, progress: bool = True, **kwargs: Any
+) -> Gains:
+    """Measure a call of ``model`` in eager, compiled with Inductor, and compiled with moefuse.
+
+    The three are called in turns, one call each, in changing order, after they are compiled and warm; what is compared are calls of the
+    same turn. A turn's time is that of the host, up to where the device is done. Of each kind of layer that moefuse fused one is measured
+    by itself, too, on the input that it has in the model. First results are compared with those in eager (in training gradients, too),
+    relative to the largest value. A model that is compiled already is measured from under its compilation.
+
+    Nothing stays behind, as with :func:`explain`: what a call changes is put back, before each next call too. What the user has compiled
+    stays; :func:`last_report` says what it said. Not put back are torch's statistics of peak memory.
+
+    Args:
+        model: a module or a function.
+        args: of the call.
+        train: forward and backward, in training mode, with the sum of all floating-point outputs (each number plus or minus) as the loss;
+            else inference mode of the module and no gradients.
+        budget_s: seconds for the timing, without the compilations; every way has five turns at least and 200 at most.
+        progress: show a bar (with tqdm installed), or lines on stderr if that is a terminal.
+        kwargs: of the call, but for the names above.
+
+    Returns:
+        Times, memory (on CUDA devices) and differences; ``print`` it, or ``save_html(path)``. Where a compiler fails it says how.
+
+    Raises:
+        TypeError: the first argument cannot be called.
+        ValueError: an illegal budget, a model with lazy weights, or training of outputs without gradients.
+        Exception: what the call raises in eager.
+    """
+    _check_callable("benchmark", model)
+    return measure.run(model, args, kwargs, train=train, budget_s=budget_s, progress=progress)
 
 
 def warmup(

@@ -67,6 +67,7 @@ FLOORS = (
     "parallel",
     "integrations",
     "backend",
+    "gains",
     "api",
     "__init__",
     "cli",
@@ -84,7 +85,7 @@ CONCERNS = {
     "GPU kernels": "kernels/triton",
     "CPU kernels": "kernels/cpu kernels/libtorch.h",
     "several ranks": "moefuse/parallel moefuse/runtime/transports",
-    "reports": "moefuse/report moefuse/evidence moefuse/diagnosis moefuse/program",
+    "reports": "moefuse/report moefuse/evidence moefuse/diagnosis moefuse/gains moefuse/program",
     "tuning": "moefuse/tuning",
     "ways in": "moefuse/pipeline moefuse/replay moefuse/integrations moefuse/cli moefuse/machine moefuse",
 }

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import re
 import types
@@ -91,10 +92,14 @@ def borrowed_dynamo() -> Iterator[TraceLog]:
                 _drop_new_entries(code, kept.get(code))
 
 
-def compile_isolated(fn: Callable[..., Any], backend: CompiledFn) -> Callable[..., Any]:
-    """``torch.compile`` whose recompilations do not count against the user's, where torch can do that."""
+def compile_isolated(fn: Callable[..., Any], backend: CompiledFn | str) -> Callable[..., Any]:
+    """``torch.compile`` that takes no code of the user's. Its recompilations do not count against theirs, where torch can do that."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    # Code that was compiled with an equal backend would be taken; two of these are not equal.
+    own = functools.partial(lookup_backend(backend))
     options: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
-    compiled: Callable[..., Any] = torch.compile(fn, backend=backend, **options)
+    compiled: Callable[..., Any] = torch.compile(fn, backend=own, **options)
     return compiled
 
 

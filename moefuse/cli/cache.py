@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moefuse.cli.command import CommandError
 from moefuse.machine import cache_folder
-from moefuse.report.page_text import amount
+from moefuse.report.entries import amount
 
 ROOMS = {"cpu-kernels": "C++ kernels for CPUs", "cuda-launch": "launchers for CUDA devices", "tuning": "measurements of warmup"}
 """Folders of the cache, and what is in them. Nothing else is ever removed."""

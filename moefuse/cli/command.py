@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 
 class CommandError(Exception):
@@ -14,3 +17,22 @@ def doing(what: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"{what} ...\n")
         sys.stderr.flush()
+
+
+def check_page(path: str) -> None:
+    """Said before a model is built and compiled, which may take minutes."""
+    file = Path(path).resolve()
+    new = not file.exists()
+    with writing(path), file.open("a"):
+        pass
+    if new:
+        file.unlink()
+
+
+@contextlib.contextmanager
+def writing(path: str) -> Iterator[None]:
+    """A file that is written in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror}") from error

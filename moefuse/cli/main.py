@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from moefuse._version import __version__
-from moefuse.cli import cache, doctor, explain, warmup, words
+from moefuse.cli import bench, cache, doctor, explain, warmup, words
 from moefuse.cli.command import CommandError
 
-RUN = {"explain": explain.run, "doctor": doctor.run, "warmup": warmup.run, "cache": cache.run}
+RUN = {"explain": explain.run, "bench": bench.run, "doctor": doctor.run, "warmup": warmup.run, "cache": cache.run}
 
 
 def main(argv: Sequence[str] | None = None, program: str = "python -m moefuse") -> int:

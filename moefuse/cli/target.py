@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import inspect
-import logging
 import re
 import sys
 import types
@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from moefuse import _torch_private
+from moefuse.cli import hugging_face
 from moefuse.cli.command import CommandError, doing
 from moefuse.cli.words import INPUTS
 from moefuse.errors import first_line
+from moefuse.machine.logs import unlogged
 
 _WORD = re.compile(r"(?:(?P<dtype>[a-z]\w*):)?(?P<shape>\d+(?:x\d+)*)(?::(?P<below>\d+))?")
 
@@ -59,23 +61,47 @@ def tensor(word: str) -> torch.Tensor:
     return torch.randint(0, int(match["below"] or 2), shape).to(dtype)
 
 
+def asked(given: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]:
+    """The model that a command line names, its arguments, keyword arguments, and what was changed of a config."""
+    if bool(given.model) == bool(given.hf):
+        raise CommandError("name one model: MODULE:NAME, or --hf PATH")
+    if given.layers < 1:
+        raise CommandError(f"--layers {given.layers} leaves nothing: give 1 or more")
+    if given.hf:
+        model, kwargs, changed = hugging_face.build(given.hf, given.layers)
+        return (model, (), kwargs, changed) if not given.inputs else (model, tuple(map(tensor, given.inputs)), {}, changed)
+    made, args = load(given.model, given.inputs)
+    return made, args, {}, ""
+
+
+def on_gpu(model: Callable[..., Any], inputs: Any) -> tuple[Callable[..., Any], Any]:
+    """The model and its inputs on the CUDA device, if there is one."""
+    if not torch.cuda.is_available():
+        return model, inputs
+    return model.cuda() if isinstance(model, torch.nn.Module) else model, _torch_private.map_tensors(torch.Tensor.cuda, inputs)
+
+
+@contextlib.contextmanager
+def called_with(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """A call of the model. What the log would say is in the report, or in the error.
+
+    Raises:
+        CommandError: the call raises.
+    """
+    try:
+        with unlogged("moefuse", _torch_private.FAKES_LOG):
+            yield
+    except Exception as error:
+        shapes = ", ".join(
+            f"{v.dtype}{list(v.shape)}".removeprefix("torch.") for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)
+        )
+        raise CommandError(f"the model cannot be called with {shapes or 'these inputs'}: {why(error)}") from error
+
+
 def why(error: BaseException) -> str:
     """What a program raised, in one line."""
     error = _torch_private.beneath(error)
     return f"{type(error).__name__}: {first_line(error)}"
-
-
-@contextlib.contextmanager
-def unlogged(*names: str) -> Iterator[None]:
-    """Nothing reaches these logs."""
-    before = {log: log.level for log in map(logging.getLogger, names)}
-    for log in before:
-        log.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for log, level in before.items():
-            log.setLevel(level)
 
 
 def _attribute(name: str) -> Any:

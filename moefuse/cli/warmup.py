@@ -14,6 +14,7 @@ from moefuse.cli import target
 from moefuse.cli.command import CommandError, doing
 from moefuse.cli.words import SIZES
 from moefuse.errors import first_line
+from moefuse.machine.logs import unlogged
 from moefuse.spec import ExpertsSpec
 
 
@@ -56,15 +57,11 @@ def _spec(given: argparse.Namespace) -> ExpertsSpec:
 
 def _ran(given: argparse.Namespace) -> object:
     """The model, compiled and called once, so that its layers are known."""
-    model, inputs = target.load(given.model, given.inputs)
-    if torch.cuda.is_available():
-        if isinstance(model, torch.nn.Module):
-            model = model.cuda()
-        inputs = tuple(value.cuda() if isinstance(value, torch.Tensor) else value for value in inputs)
+    model, inputs = target.on_gpu(*target.load(given.model, given.inputs))
     doing("compiling the model")
     compiled = compile(model)
     try:
-        with target.unlogged(_torch_private.FAKES_LOG), torch.no_grad():
+        with unlogged(_torch_private.FAKES_LOG), torch.no_grad():
             compiled(*inputs)
     except Exception as error:
         raise CommandError(f"the compiled model fails on these inputs: {target.why(error)}") from error

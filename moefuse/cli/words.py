@@ -27,15 +27,26 @@ def parser(program: str, version: str) -> argparse.ArgumentParser:
     return top
 
 
-def _explain(parser: argparse.ArgumentParser) -> None:
+def _model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODULE:NAME", help=MODEL)
     parser.add_argument("--hf", metavar="PATH", help="a transformers config.json, or a folder with one; random weights, no downloads")
     parser.add_argument("--layers", type=int, default=2, metavar="N", help="with --hf: so many layers of the model (default: 2)")
     parser.add_argument("--inputs", nargs="+", metavar="TENSOR", help=INPUTS)
     parser.add_argument("--train", action="store_true", help="in training mode, with gradients")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if a layer is left as it was, or none is found")
     parser.add_argument("--html", metavar="FILE", help="write the report as a page, too")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _explain(parser: argparse.ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a layer is left as it was, or none is found")
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument(
+        "--budget", type=float, default=60.0, metavar="SECONDS", help="time for the timing, compilations apart (default: 60)"
+    )
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +74,7 @@ def _cache(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = {
     "explain": ("say which mixture-of-experts layers of a model are fused, and what is in the way of the others", _explain),
+    "bench": ("measure a model in eager, with Inductor and with moefuse; exit with 1 if a result is off or one does not run", _bench),
     "doctor": ("look whether this machine has what moefuse needs, and how to repair what is missing", _doctor),
     "warmup": ("measure the kernels on this GPU, for a model or for sizes", _warmup),
     "cache": ("show or remove what moefuse keeps on this machine", _cache),

@@ -22,8 +22,21 @@ _NOTHING = object()
 Restore = Callable[[], object]
 
 
+class TakenBack:
+    """A block of :func:`taken_back`, for who calls a program in it again and again.
+
+    Attributes:
+        tensors: what the roots hold.
+        put_back: makes all but the random states what it was.
+        unwatch: has writes to tensors no longer seen, which slows all operations: what the block has not written by then is not copied.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], put_back: Callable[[], None], unwatch: Callable[[], None]) -> None:
+        self.tensors, self.put_back, self.unwatch = tensors, put_back, unwatch
+
+
 @contextlib.contextmanager
-def taken_back(*roots: object) -> Iterator[None]:
+def taken_back(*roots: object) -> Iterator[TakenBack]:
     """Put back, when the block ends, whatever it changed in ``roots`` and what they hold, and the random states of this process.
 
     Nothing is copied beforehand but references: what a tensor holds is copied when something is about to write to it.
@@ -38,17 +51,21 @@ def taken_back(*roots: object) -> Iterator[None]:
             if storage._cdata in found.storages and storage._cdata not in copies:
                 copies[storage._cdata] = (storage, storage.clone())
 
-    with _random_states():
+    def put_back() -> None:
+        for storage, content in copies.values():
+            if storage.nbytes() != content.nbytes():
+                storage.resize_(content.nbytes())
+            storage.copy_(content)
+        for restore in restores:
+            restore()
+
+    with _random_states(), contextlib.ExitStack() as watching:
+        watching.enter_context(_torch_private.before_writes(save))
         try:
-            with _torch_private.before_writes(save):
-                yield
+            yield TakenBack([v for v in found.values if isinstance(v, torch.Tensor)], put_back, watching.close)
         finally:
-            for storage, content in copies.values():
-                if storage.nbytes() != content.nbytes():
-                    storage.resize_(content.nbytes())
-                storage.copy_(content)
-            for restore in restores:
-                restore()
+            watching.close()
+            put_back()
 
 
 class _Reachable:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from moefuse import _torch_private
 from moefuse.config import Options
 from moefuse.errors import FusionError
+from moefuse.machine.logs import unlogged
 from moefuse.passes.graph.module_names import roots_of
 from moefuse.report.doors import history
 from moefuse.report.entries import Skipped, may_be_done
@@ -62,6 +64,19 @@ def text_of(report: FusionReport) -> str:
     plain = "\n".join(f"{s.location} {s.code}: {s.message}" for s in report.skipped)
     text: str = quietly(str, report, otherwise=plain)
     return text
+
+
+@contextlib.contextmanager
+def warned_later() -> Iterator[None]:
+    """Warn of nothing in this block; what it would have said is said where it comes up the next time."""
+    with _warned_lock:
+        before = set(_warned)
+    try:
+        with unlogged("moefuse"):
+            yield
+    finally:
+        with _warned_lock:
+            _warned.intersection_update(before)
 
 
 def say_disabled(options: Options, given: Mapping[str, object] | None) -> None:

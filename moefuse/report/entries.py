@@ -200,6 +200,16 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def amount(size: int) -> str:
+    """Bytes as people say them: ``1.5 MiB``."""
+    value = float(size)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if value >= 100 or unit == "bytes" else f"{value:.3g} {unit}"
+
+
 _IN_PIECES = frozenset(("tokens-differ", "ids-not-distinct", "mutation"))
 """What is said of a layer whose ids, rows or sum are made in front of a graph break."""
 _OF_ROWS = frozenset(("no-rule", "tokens-differ", "threshold", "not-row-local", "experts-gathered"))

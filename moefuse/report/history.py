@@ -8,10 +8,11 @@ thread.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -214,6 +215,22 @@ def report_in_call(start: int) -> FusionReport:
     """What ran or was compiled in a call that began at ``start``, of whichever ``torch.compile`` call."""
     with _lock:
         return FusionReport.merged(known.in_call(start) for known in _all())
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """What is compiled in this block is in no report behind it, neither in one of its own nor in those that there were."""
+    global _compilations
+    with _lock:
+        before, kept, _compilations = _compilations, dict(_kept), None
+        _kept.clear()
+    try:
+        yield
+    finally:
+        with _lock:
+            _compilations = before
+            _kept.clear()
+            _kept.update(kept)
 
 
 def last_report() -> FusionReport | None:

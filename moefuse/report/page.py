@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from moefuse._version import __version__
-from moefuse.report.entries import Entries, Fused, Skipped
+from moefuse.report.entries import Entries, Fused, Skipped, amount
 from moefuse.report.grouping import grouped_fused, grouped_skipped, module_names
 from moefuse.report.page_drawing import drawing
 from moefuse.report.page_source import excerpt, split
-from moefuse.report.page_text import amount, escaped, marked_up, tag
+from moefuse.report.page_text import escaped, marked_up, tag
 from moefuse.report.page_tree import Marks, tree
 from moefuse.spec import ExpertsSpec
 
@@ -26,16 +26,26 @@ BREAKS = 12
 
 def document(report: Entries) -> str:
     """A page of its own."""
+    return whole(f"moefuse: {report.summary}", _main(report))
+
+
+def whole(text: str, main: str) -> str:
+    """A page with this title around this content."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     style = f"<style>{_style()}\nbody {{ margin: 0; }}</style>"
-    title = tag("title", f"moefuse: {escaped(report.summary)}")
-    body = f'<body class="moefuse">\n{_main(report)}\n</body>'
+    title = tag("title", escaped(text))
+    body = f'<body class="moefuse">\n{main}\n</body>'
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}\n{title}\n{style}</head>\n{body}\n</html>\n'
 
 
 def fragment(report: Entries) -> str:
     """The same inside of another page."""
-    return f'<div class="moefuse"><style>{_style()}</style>{_main(report)}</div>'
+    return inside(_main(report))
+
+
+def inside(main: str) -> str:
+    """What stands in another page."""
+    return f'<div class="moefuse"><style>{_style()}</style>{main}</div>'
 
 
 @functools.cache
@@ -51,19 +61,24 @@ def advice() -> dict[str, str]:
 
 
 def _main(report: Entries) -> str:
-    sections = [
-        _header(report),
-        _section("Model", _model(report)),
-        _section("Left as it was", "".join(_left(items, report.root) for items in grouped_skipped(report.skipped))),
-        _section("Fused", "".join(_fused(items, report.root) for items in grouped_fused(report.fused))),
-        _section("Graph breaks", _breaks(report.graph_breaks)),
-        _section("Notes", _list(report.notes)),
+    return tag("main", _header(report) + "\n" + sections(report))
+
+
+def sections(report: Entries) -> str:
+    """All that is below the header."""
+    parts = [
+        section("Model", _model(report)),
+        section("Left as it was", "".join(_left(items, report.root) for items in grouped_skipped(report.skipped))),
+        section("Fused", "".join(_fused(items, report.root) for items in grouped_fused(report.fused))),
+        section("Graph breaks", _breaks(report.graph_breaks)),
+        section("Notes", _list(report.notes)),
         tag("footer", escaped(_versions())),
     ]
-    return tag("main", "\n".join(part for part in sections if part))
+    return "\n".join(part for part in parts if part)
 
 
-def _section(title: str, content: str) -> str:
+def section(title: str, content: str) -> str:
+    """A part of the page; nothing without content."""
     return tag("section", tag("h2", title) + content) if content else ""
 
 

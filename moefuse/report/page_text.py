@@ -20,13 +20,3 @@ def tag(name: str, content: str, kind: str = "") -> str:
     """An element around HTML; ``kind`` is its class."""
     attribute = f' class="{kind}"' if kind else ""
     return f"<{name}{attribute}>{content}</{name}>"
-
-
-def amount(size: int) -> str:
-    """Bytes as people say them: ``1.5 MiB``."""
-    value = float(size)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if value >= 100 or unit == "bytes" else f"{value:.3g} {unit}"

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moefuse.program.module_tree import Tree
-from moefuse.report.page_text import amount, escaped, tag
+from moefuse.report.entries import amount
+from moefuse.report.page_text import escaped, tag
 
 Marks = Mapping[tuple[str, ...], str]
 """Path of a module -> what to write behind its name, as HTML."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,18 @@ def of(tensors: Collection[Tensor] | None) -> list[Site]:
     with _lock:
         found = list(_sites)
     return [s for s in found if (s.owners() if wanted is None else s.owners() & wanted)]
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """What is fused in this block is not remembered behind it."""
+    with _lock:
+        before = list(_sites)
+    try:
+        yield
+    finally:
+        with _lock:
+            _sites[:] = before
 
 
 def clear() -> None:

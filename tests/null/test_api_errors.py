@@ -11,7 +11,7 @@ import torch
 import moefuse
 
 
-@pytest.mark.parametrize("name", ["compile", "explain"])
+@pytest.mark.parametrize("name", ["benchmark", "compile", "explain"])
 @pytest.mark.parametrize("value", [None, 3, "model", torch.ones(2)])
 def test_not_callable(name: str, value: object) -> None:
     with pytest.raises(TypeError) as raised:
@@ -49,11 +49,10 @@ def test_the_pass_takes_only_moefuse_options() -> None:
 
 
 def test_public_names() -> None:
-    names = ["ExpertsSpec", "FusionError", "FusionReport", "MoEFusionPass", "OptionError", "Options", "WarmupReport"]
+    names = ["ExpertsSpec", "FusionError", "FusionReport", "Gains", "MoEFusionPass", "OptionError", "Options", "WarmupReport"]
     names += ["CompilerError", "ParallelError", "PeerError", "RoutingError", "TooManyTokens"]
-    names += ["__version__", "clip_grad_norm_", "compile", "compile_layers", "explain"]
-    names += ["full_state_dict", "last_report", "load", "parallelize"]
-    names += ["capture_routing", "replay_routing", "reports", "unparallelize", "warmup"]
+    names += ["__version__", "benchmark", "clip_grad_norm_", "compile", "compile_layers", "explain", "full_state_dict", "last_report"]
+    names += ["load", "parallelize", "capture_routing", "replay_routing", "reports", "unparallelize", "warmup"]
     assert sorted(moefuse.__all__) == sorted(names)
     assert all(getattr(moefuse, name) is not None for name in names)
     with pytest.raises(AttributeError, match="module 'moefuse' has no attribute 'fuse'"):

@@ -24,6 +24,7 @@ LATE = {
     "capture.ledger": "a refusal alone asks the passes",
     "capture.scopes": "a value of a parametrisation alone asks the passes",
     "config": "options are read before torch is",
+    "gains.gains": "a page alone needs what draws it",
     "integrations.transformers_ep": "a model that is loaded with it alone needs torch.distributed's tensors",
     "parallel.load": "a model of transformers alone needs transformers' mapping",
     "passes.lower.workspace_size": "Triton is not there on every machine",

@@ -15,11 +15,10 @@ from torch import nn
 from moefuse.errors import CODES
 from moefuse.program.module_tree import tree_of
 from moefuse.program.steps import Run, fold
-from moefuse.report.entries import Fused, Skipped
+from moefuse.report.entries import Fused, Skipped, amount
 from moefuse.report.page import advice, weight_bytes
 from moefuse.report.page_drawing import LONGEST, drawing
 from moefuse.report.page_source import excerpt
-from moefuse.report.page_text import amount
 from moefuse.report.report import FusionReport
 from moefuse.spec import ExpertsSpec
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,18 @@ def compiled(callback: Any, program: Any) -> None:
     module = getattr(program, "__self__", program)
     if isinstance(module, nn.Module):
         _compiled[module] = callback
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """What is compiled for us in this block is not known to be behind it."""
+    before = dict(_compiled)
+    try:
+        yield
+    finally:
+        for module in [module for module in _compiled if module not in before]:
+            del _compiled[module]
+        _compiled.update(before)
 
 
 def run(original: Callable[[Any], Any], translator: Any, tell: Tell) -> Any:

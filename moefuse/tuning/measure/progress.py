@@ -8,16 +8,25 @@ from typing import Any
 
 
 class Progress:
-    """Counts steps of ``total``; a context manager."""
+    """Counts steps of ``total``; a context manager.
 
-    def __init__(self, total: int, wanted: bool) -> None:
+    Args:
+        total: how many there are.
+        wanted: whether anything is shown.
+        name: of who is at work.
+        unit: what a step is.
+        lines: whether lines may stand in for a bar.
+    """
+
+    def __init__(self, total: int, wanted: bool, name: str = "moefuse.warmup", unit: str = "problem", lines: bool = True) -> None:
         self.total, self.wanted, self.done = total, wanted and total > 0, 0
+        self.name, self.unit, self.lines = name, unit, lines
         self.bar: Any = None
 
     def __enter__(self) -> Progress:
         if self.wanted:
             try:
-                self.bar = importlib.import_module("tqdm").tqdm(total=self.total, desc="moefuse.warmup", unit="problem", file=sys.stderr)
+                self.bar = importlib.import_module("tqdm").tqdm(total=self.total, desc=self.name, unit=self.unit, file=sys.stderr)
             except ImportError:
                 self.bar = None
         return self
@@ -30,8 +39,14 @@ class Progress:
         """Say what is being done."""
         if self.bar is not None:
             self.bar.set_postfix_str(what)
-        elif self.wanted:
-            sys.stderr.write(f"moefuse.warmup: {self.done + 1} of {self.total}: {what}\n")
+        elif self.wanted and self.lines:
+            sys.stderr.write(f"{self.name}: {self.done + 1} of {self.total}: {what}\n")
+
+    def more(self, steps: int) -> None:
+        """There are so many more steps than was thought."""
+        self.total += steps
+        if self.bar is not None:
+            self.bar.total = self.total
 
     def step(self) -> None:
         """One more is done."""
