@@ -50,8 +50,8 @@ def compile_layers(
     """Compile the mixture-of-experts layers of ``model``, each in place, and nothing around them.
 
     For servers and ``generate``, where sizes change from call to call: layers of a kind share one graph, which serves every number of
-    tokens, 0 and 1 among them (others serve calls with gradients and in inference mode). Names in ``state_dict`` stay. What is built like
-    experts with a router is compiled; :func:`moefuse.reports` has what was fused, once the layers have run.
+    tokens, 0 and 1 among them (others serve inference mode, and calls that record gradients). Names in ``state_dict`` stay. What is built
+    like experts with a router is compiled; :func:`moefuse.reports` has what was fused, once the layers have run.
 
     Args:
         model: a module; layers that are compiled already are compiled as is said here.

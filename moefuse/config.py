@@ -69,8 +69,8 @@ class Options:
         recompute: in training, compute hidden activations of fused layers again in backward instead of keeping them: S x 2I values less a
             layer, for the first product once more, and the same bits. A layer that keeps them all the same has a note in the report.
         expect: raise :class:`moefuse.FusionError` unless, when a call that compiled something returns, so many layers are fused.
-        any_size: a size that is symbolic may be 0 or 1 as well, where torch compiles another graph for each of these: with
-            ``dynamic=True`` one graph serves every number of tokens. Backward is compiled with forward.
+        any_size: in inference a size that is symbolic may be 0 or 1 as well, where torch compiles another graph for each of these: with
+            ``dynamic=True`` one graph serves every number of tokens. Calls that record gradients are compiled as torch does it.
         quantised: ``"exact"`` reads how quantised weights are held, where a program unpacks them expert by expert, and multiplies what is
             stored, with the bits that the program has, and rounds activations where an operator of the program does; ``"weights"`` rounds
             no activations, which is more exact than such a program; ``"off"`` leaves such layers alone.

@@ -30,18 +30,17 @@ class TraceLog:
 
 @contextlib.contextmanager
 def any_size() -> Iterator[None]:
-    """What is compiled inside takes sizes of 0 and 1 for sizes like any other, of its backward too, which is compiled at once.
+    """What is compiled inside takes sizes of 0 and 1 for sizes like any other.
 
-    torch.export has this setting, and vLLM compiles with it. It is the process's: whoever else compiles waits.
+    torch.export has this setting, and vLLM compiles with it. It is the process's: whoever else compiles waits. Not where gradients are
+    recorded: AOTAutograd then takes the strides of what it saves to be those of the call that it compiles for.
     """
     from torch._dynamo import convert_frame
-    from torch._functorch import config as functorch
     from torch.fx.experimental import _config as fx
 
-    wanted = ((fx, "backed_size_oblivious"), (functorch, "force_non_lazy_backward_lowering"))
-    with convert_frame.compile_lock, contextlib.ExitStack() as stack:
-        for config, name in wanted if all(hasattr(config, name) for config, name in wanted) else ():
-            stack.enter_context(config.patch({name: True}))
+    with convert_frame.compile_lock, contextlib.ExitStack() as setting:
+        if hasattr(fx, "backed_size_oblivious") and not torch.is_grad_enabled():
+            setting.enter_context(fx.patch(backed_size_oblivious=True))
         yield
 
 

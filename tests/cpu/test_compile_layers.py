@@ -63,7 +63,7 @@ def test_one_graph_for_all_layers_and_sizes(kind: type[nn.Module]) -> None:
 
 
 def test_training() -> None:
-    """Backward is compiled for the first call's tokens, and takes any number as well."""
+    """As torch compiles it: one graph for 0, for 1, and for more tokens, where these have a gradient (behind the first layer) or not."""
     model = Around(layers.Stacked).double()
     plain = copy.deepcopy(model)
     moefuse.compile_layers(model)
@@ -74,7 +74,47 @@ def test_training() -> None:
             one(x).square().sum().backward()
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad, msg=lambda text, name=name: f"{name}: {text}")
-    assert graphs() <= 2  # the first layer's tokens have no gradient, others' have one
+    assert graphs() <= 6
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_strides_of_every_kind(train: bool) -> None:
+    """In the order in which a backward that was made for one of them was run for another."""
+    model = layers.Stacked(4).double()
+    plain = copy.deepcopy(model)
+    moefuse.compile_layers(model)
+    h, shapes = layers.H, [(7, layers.H), (layers.H, 7), (5, 2 * layers.H), (1, layers.H), (10, layers.H), (layers.H, layers.H)]
+    a, b, c, d, e, f = (torch.randn(*shape, dtype=torch.float64) for shape in shapes)
+    for x in (b.t(), a, d.expand(5, h), c[:, ::2], d, d.t().contiguous().t(), e[::2], f.t(), d.expand(1, h), c[:0, ::2], a[:1]):
+        with torch.set_grad_enabled(train):
+            wanted, got = plain(x), model(x)
+        torch.testing.assert_close(got, wanted)
+        if train:
+            for one, out in ((model, got), (plain, wanted)):
+                one.zero_grad()
+                out.square().sum().backward()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_three_dimensions() -> None:
+    """[B, S, H] in every order of 1 and more, with gradients and without."""
+    model = Sequences(4)
+    plain = copy.deepcopy(model)
+    moefuse.compile_layers(model)
+    for batch, length in ((1, 5), (1, 1), (3, 1), (2, 4), (4, 2), (1, 7), (0, 3)):
+        x = torch.randn(batch, length, layers.H)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x))
+        for one in (model, plain):
+            one.zero_grad()
+            one(x).square().sum().backward()
+        torch.testing.assert_close(model.down.grad, plain.down.grad)
+
+
+class Sequences(layers.Stacked):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(0, 1)).view(x.shape)
 
 
 class Masked(layers.Stacked):
