@@ -36,9 +36,10 @@ def any_size() -> Iterator[None]:
     recorded: AOTAutograd then takes the strides of what it saves to be those of the call that it compiles for.
     """
     from torch._dynamo import convert_frame
-    from torch.fx.experimental import _config as fx
+    from torch.fx.experimental import _config
 
     with convert_frame.compile_lock, contextlib.ExitStack() as setting:
+        fx: Any = _config
         if hasattr(fx, "backed_size_oblivious") and not torch.is_grad_enabled():
             setting.enter_context(fx.patch(backed_size_oblivious=True))
         yield
