@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from moefuse.gains.rows import HEADS, INDUCTOR, MOEFUSE, Measured, Row, Timed, cells, milliseconds
+from moefuse.gains.rows import HEADS, INDUCTOR, MOEFUSE, Measured, Row, Timed, cells, milliseconds, times
 from moefuse.report.page import inside, section, sections, whole
 from moefuse.report.page_text import escaped, marked_up, tag
 
-WIDTH, NAME, LABEL = 640, 80, 170
+WIDTH, NAME, LABEL = 760, 80, 260
 BAR, GAP = 22, 12
 
 
@@ -62,7 +62,7 @@ def _bar(row: Row, timed: Timed, y: float, scale: float) -> str:
     low, high = (NAME + value * scale for value in row.spread)
     middle = y + BAR / 2
     ratio = timed.ratio() if row.name == MOEFUSE else None
-    label = f"{milliseconds(row.median)} ms" + (f", {ratio.median:.2f} x {INDUCTOR}" if ratio is not None else "")
+    label = f"{milliseconds(row.median)} ms" + (f", {times(ratio)} times as fast as {INDUCTOR}" if ratio is not None else "")
     kind = "own" if row.name == MOEFUSE else "other"
     return (
         f'<text class="name" x="{NAME - 8}" y="{middle + 4:.1f}">{escaped(row.name)}</text>'

@@ -111,6 +111,27 @@ def test_explain_says_what_is_wrong(argv: list[str], text: str, capsys: pytest.C
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        ([], "name one model: MODULE:NAME, or --hf PATH"),
+        (["my_models:Model", "--inputs", "2", "--budget", "0"], "--budget 0 is no time: give seconds"),
+        (["my_models:Model", "--inputs", "2", "--budget", "nan"], "--budget nan is no time: give seconds"),
+        (
+            ["my_models:with_inputs", "--train"],
+            "the model cannot be called with float32[2, 3]: ValueError: moefuse.benchmark: train=True",
+        ),
+        (["my_models.py:Model", "--html", "no/such/folder/page.html"], "page.html cannot be written: No such file or directory"),
+    ],
+)
+def test_bench_says_what_is_wrong(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = output(capsys, "bench", *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("python -m moefuse bench: ")
+    assert text in err
+    assert "Traceback" not in err
+
+
 def test_models_and_inputs() -> None:
     model, inputs = target.load("my_models:with_inputs", None)
     assert callable(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,9 @@ class Clock:
         return self.now
 
 
-def measured(model: Callable[..., Any], *args: Any, changed: Any = None, train: bool = False, **seconds: float) -> Gains:
+def measured(
+    model: Callable[..., Any], *args: Any, changed: Any = None, train: bool = False, progress: bool = False, **seconds: float
+) -> Gains:
     """The three ways, of which each takes so many seconds; ``changed`` replaces what moefuse runs."""
     clock = Clock()
 
@@ -47,7 +50,7 @@ def measured(model: Callable[..., Any], *args: Any, changed: Any = None, train: 
 
         return {name: way(name, changed if changed is not None and name == MOEFUSE else function) for name in (EAGER, INDUCTOR, MOEFUSE)}
 
-    return measure.run(model, args, {}, train=train, budget_s=1.0, progress=False, made=made, clock=clock)
+    return measure.run(model, args, {}, train=train, budget_s=1.0, progress=progress, made=made, clock=clock)
 
 
 def timed(eager: float, inductor: float, moefuse: float, **more: Any) -> Timed:
@@ -238,6 +241,23 @@ def test_memory_is_what_a_call_takes_beyond_what_was_there(monkeypatch: pytest.M
 def test_illegal_budgets(budget: Any) -> None:
     with pytest.raises(ValueError, match="budget_s must be a positive number of seconds, got"):
         moefuse.benchmark(nn.Linear(2, 2), torch.ones(2), budget_s=budget)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_without_tqdm(terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines, to a person at a terminal alone."""
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    measured(nn.Linear(4, 4), torch.randn(2, 4), progress=True)
+    doing = ("calling the model in eager", "compiling with Inductor", "compiling with moefuse", "timing")
+    lines = [f"moefuse.benchmark: {at} of 4: {what}" for at, what in enumerate(doing, 1)]
+    assert capsys.readouterr().err.splitlines() == (lines if terminal else [])
+
+
+def test_progress_with_tqdm(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm")
+    measured(nn.Linear(4, 4), torch.randn(2, 4), progress=True)
+    assert "4/4" in capsys.readouterr().err
 
 
 def test_differences() -> None:
