@@ -32,7 +32,7 @@ class TraceLog:
 def any_size() -> Iterator[None]:
     """What is compiled inside takes sizes of 0 and 1 for sizes like any other.
 
-    torch.export has this setting, and vLLM compiles with it. It is the process's: whoever else compiles waits. Not where gradients are
+    torch.export has this setting, and vLLM compiles with it. It is the process's: whoever else compiles waits. Not for where gradients are
     recorded: AOTAutograd then takes the strides of what it saves to be those of the call that it compiles for.
     """
     from torch._dynamo import convert_frame
@@ -40,7 +40,7 @@ def any_size() -> Iterator[None]:
 
     with convert_frame.compile_lock, contextlib.ExitStack() as setting:
         fx: Any = _config
-        if hasattr(fx, "backed_size_oblivious") and not torch.is_grad_enabled():
+        if hasattr(fx, "backed_size_oblivious"):
             setting.enter_context(fx.patch(backed_size_oblivious=True))
         yield
 

@@ -28,10 +28,8 @@ from moefuse.report.report import FusionReport
 
 log = logging.getLogger("moefuse.capture")
 
-LIMIT = (
-    "torch compiles no further graph of this code (torch._dynamo.config.recompile_limit; "
-    "moefuse.compile_layers(model) needs one for all sizes)"
-)
+LIMIT = "torch compiles no further graph of this code (torch._dynamo.config.recompile_limit; {instead})"
+ONE_FOR_ALL, DIFFERS = "moefuse.compile_layers(model) needs one for all sizes", "TORCH_LOGS=recompiles says what differs between calls"
 
 _MARK = "moefuse_captures_for"
 _LEDGER = "moefuse_ledger"
@@ -137,7 +135,7 @@ def _limited(compiler_fn: Any, frame: Any) -> bool:
     if mark is None or own is None:
         return False
     lost = history.limited(owner, left.frame_of(frame.f_code), left.modules(frame.f_locals))
-    return _lost(mark, own, owner, frame, lost, LIMIT)
+    return _lost(mark, own, owner, frame, lost, LIMIT.format(instead=DIFFERS if own.any_size else ONE_FOR_ALL))
 
 
 def _again(compiler_fn: Any, frame: Any, said: int) -> None:

@@ -149,8 +149,8 @@ class Frame(Attempt):
             stops = [*self.ledger.stops, *([] if stop is None else [stop])]
             self._skipped(self._report(stops=stops))
 
-    def failed(self, error: Exception, tx: Any) -> None:
-        """Tracing ended with an error: one that capture may have caused means another attempt without it."""
+    def failed(self, error: Exception, tx: Any, again: bool = False) -> None:
+        """Tracing ended with an error: one that capture may have caused means another attempt without it. ``again``: there is one anyway."""
         environment = tx.output.shape_env
         if control.is_restart(error):
             self.ledger.broken = self.ledger.broken or (self.traces_data and control.is_break(error) and control.has_unbacked(environment))
@@ -164,7 +164,8 @@ class Frame(Attempt):
             self.retreat(
                 [Undischarged(s.assumption, f"it cannot be traced: {first_line(error)}") for s in self.open], why=first_line(error)
             )
-        self.report_skipped(error)
+        if not again:
+            self.report_skipped(error)
 
     def rows(self, tx: Any, variable: Any) -> Any:
         """``tolist()`` of the rows of a mask, as Python's list, and of what is an index and nothing else; None for any other tensor."""

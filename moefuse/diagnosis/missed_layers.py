@@ -330,7 +330,8 @@ def _limit(report: FusionReport, found: Suspect, evidence: str, start: int) -> t
     if event is None or any(stop.inside(file, lines) == "{}:{}".format(*stop.stack[-1]) for stop in stops):
         return None
     code = event.code
-    text = f"{entry.LIMIT}: `{code.co_name}` at {code.co_filename}:{code.co_firstlineno}, which modules are called through"
+    limit = entry.LIMIT.format(instead=entry.ONE_FOR_ALL)
+    text = f"{limit}: `{code.co_name}` at {code.co_filename}:{code.co_firstlineno}, which modules are called through"
     return f"{text}; what it runs further, it runs in eager. Raise that limit", evidence or (f"{file}:{lines.start}" if file else "")
 
 

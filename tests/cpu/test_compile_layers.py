@@ -194,6 +194,46 @@ def test_inside_of_another_compilation() -> None:
     assert moefuse.last_report().layers == (2, 2)
 
 
+class Scaled(Sequences):
+    """Channels of a sequence have a scale: 1 is spread over the tokens."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * scale)
+
+
+@pytest.mark.parametrize("first", [2, 1])
+def test_one_is_spread_in_front_of_the_layer(first: int) -> None:
+    """Dynamo broke the graph where the sizes that it took for any did not fit, and the first calls ran in eager."""
+    model = Scaled(4)
+    plain = copy.deepcopy(model)
+    moefuse.compile_layers(model)
+    with torch.no_grad():
+        for batch, length in ((first, 5), (3, 4), (1, 5), (1, 1), (2, 1), (4, 7), (0, 3)):
+            x, scale = torch.randn(batch, length, layers.H), torch.randn(batch, 1, layers.H)
+            torch.testing.assert_close(model(x, scale), plain(x, scale))
+            assert moefuse.last_report().layers == (1, 1)
+            assert not moefuse.last_report().graph_breaks
+
+
+class Counting(layers.Stacked):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_limit_is_told_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
+    """A number of the module is another one in every call: sizes are not what differs, and what the user has done is no remedy."""
+    model = Counting(4)
+    moefuse.compile_layers(model)
+    with torch.no_grad():
+        for _ in range(10):
+            model(torch.randn(3, layers.H))
+    assert "TORCH_LOGS=recompiles says what differs" in caplog.text
+    assert "compile_layers" not in caplog.text
+
+
 class Masks(nn.Module):
     """Experts without a number that the graph breaks at: every token is in each expert, with a weight that may be 0."""
 

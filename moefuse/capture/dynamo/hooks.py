@@ -10,8 +10,10 @@ import functools
 import logging
 import types
 from collections.abc import Callable, Collection, Mapping
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import nn
 
 from moefuse import _torch_private
@@ -35,6 +37,8 @@ log = logging.getLogger("moefuse.capture")
 
 Prepare = Callable[[nn.Module, Mapping[str, Any]], Collection[Any] | None]
 _prepare: list[Prepare] = []
+_tried_again: ContextVar[bool] = ContextVar("_tried_again", default=False)
+"""Whether a frame that fails is traced once more, in another way."""
 
 
 def install(
@@ -164,11 +168,16 @@ def _on_frame(
 
 def _of_any_size(convert: Callable[[], Any]) -> Any:
     """A size of 1 that is spread over others (masks, positions) has to be one: then torch compiles for 0 and 1 what it does."""
+    if torch.is_grad_enabled():
+        return convert()
+    token = _tried_again.set(True)
     try:
         with _torch_private.any_size():
             return convert()
     except Exception:
         log.debug("no code for any size", exc_info=True)
+    finally:
+        _tried_again.reset(token)
     return convert()
 
 
@@ -197,7 +206,7 @@ def _on_run(start: Callable[[Any, Any, bool], Observer | None], elsewhere: insid
         observer.seen.update(node.target for node in self.output.graph.nodes if node.op == "placeholder")
         if fresh_leaves.made(self.output) and not (control.is_restart(error) or control.is_backends(error)):
             observer.leaves_missed()
-        observer.failed(error, self)
+        observer.failed(error, self, again=_tried_again.get())
         raise
     observer.compiled(self.output)
     if observer.met:
