@@ -82,6 +82,7 @@ from moefuse._torch_private.dynamo_state import (
     TraceLog as TraceLog,
     any_size as any_size,
     borrowed_dynamo as borrowed_dynamo,
+    broken_graphs as broken_graphs,
     compile_front as compile_front,
     compile_isolated as compile_isolated,
     epoch as epoch,

@@ -92,6 +92,18 @@ def borrowed_dynamo() -> Iterator[TraceLog]:
                 _drop_new_entries(code, kept.get(code))
 
 
+def broken_graphs() -> collections.Counter[str]:
+    """How often Dynamo has broken a graph, or failed to, by its reasons."""
+    from torch._dynamo import utils
+
+    broken = collections.Counter[str]()
+    for text, times in (*utils.counters["graph_break"].items(), *utils.counters["unimplemented"].items()):
+        explained = re.search(r"^ *Explanation: (.+)$", text, re.MULTILINE)
+        reason = explained[1] if explained else in_words(text)
+        broken[re.sub(r"functools\.partial\(<function (\w+) at \w+>\)", r"\1", reason)] += times
+    return broken
+
+
 def compile_isolated(fn: Callable[..., Any], backend: CompiledFn | str) -> Callable[..., Any]:
     """``torch.compile`` that takes no code of the user's. Its recompilations do not count against theirs, where torch can do that."""
     from torch._dynamo.backends.registry import lookup_backend

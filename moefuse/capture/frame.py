@@ -150,7 +150,7 @@ class Frame(Attempt):
             self._skipped(self._report(stops=stops))
 
     def failed(self, error: Exception, tx: Any, again: bool = False) -> None:
-        """Tracing ended with an error: one that capture may have caused means another attempt without it. ``again``: there is one anyway."""
+        """Tracing ended with an error: one that capture may have caused means another attempt without it. ``again``: one follows."""
         environment = tx.output.shape_env
         if control.is_restart(error):
             self.ledger.broken = self.ledger.broken or (self.traces_data and control.is_break(error) and control.has_unbacked(environment))

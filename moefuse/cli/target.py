@@ -95,7 +95,8 @@ def called_with(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]
         shapes = ", ".join(
             f"{v.dtype}{list(v.shape)}".removeprefix("torch.") for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)
         )
-        raise CommandError(f"the model cannot be called with {shapes or 'these inputs'}: {why(error)}") from error
+        ids = " (ids: --inputs int64:SHAPE:BELOW)" if "indices" in why(error) and "float" in shapes else ""
+        raise CommandError(f"the model cannot be called with {shapes or 'these inputs'}: {why(error)}{ids}") from error
 
 
 def why(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,8 @@ from moefuse.diagnosis.undo import TakenBack, taken_back
 from moefuse.errors import first_line
 from moefuse.gains import turns
 from moefuse.gains.call import Call, Result, detached, difference, tolerance
-from moefuse.gains.rows import EAGER, NAMES, Row, Timed
+from moefuse.gains.rows import EAGER, INDUCTOR, NAMES, Row, Timed
+from moefuse.machine.logs import unlogged
 from moefuse.tuning.measure.progress import Progress
 
 Made = Callable[[Callable[..., Any]], dict[str, Callable[..., Any]]]
@@ -56,15 +58,29 @@ class Compared:
                 continue
             bar.at(f"compiling with {way}{name and f' {name}'}")
             try:
-                got = self._result(way)
-                for _ in range(WARM_UP - 1):
-                    self.prepare()
-                    self.call.once(self.ways[way])
+                with self._without_breaks(name) if way == INDUCTOR else contextlib.nullcontext():
+                    got = self._result(way)
+                    for _ in range(WARM_UP - 1):
+                        self.prepare()
+                        self.call.once(self.ways[way])
             except Exception as error:
                 self._problems[way] = f"{type(error).__name__}: {first_line(_torch_private.beneath(error))}"
             else:
                 self._differences[way] = None if wanted is None else difference(wanted, got)
             bar.step()
+
+    @contextlib.contextmanager
+    def _without_breaks(self, name: str) -> Iterator[None]:
+        """What torch says of another compiler's graphs would stand for what is said of ours: it becomes a note."""
+        before = _torch_private.broken_graphs()
+        with unlogged("torch._dynamo"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+        broken = _torch_private.broken_graphs() - before
+        if not broken:
+            return
+        why, times = broken.most_common(1)[0][0], broken.total()
+        self.notes.append(f"with Inductor torch breaks the graphs of {name or 'the model'} ({times}), most often because of: {why}")
 
     def _eager(self, bar: Progress, name: str) -> Result | None:
         """The result in eager; None if another call gives another one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,20 @@ def test_a_model_and_its_layers(train: bool) -> None:
         assert [row.memory for row in timed.rows] == [None] * 3, "not measured on a CPU"
         assert all(row.difference is not None for row in timed.rows[1:])
     assert "memory is measured on CUDA devices only" in gains.notes
+
+
+def test_what_inductor_breaks_is_a_note() -> None:
+    """Where it fails torch says so in hundreds of lines, and the table was under them."""
+
+    class Broken(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    gains = measured(Broken(Layer()), torch.randn(7, H))
+    model, layer = (note for note in gains.notes if "with Inductor" in note)
+    assert re.match(r"with Inductor torch breaks the graphs of the model \([1-9]\), most often because of: \w", model)
+    assert layer.startswith("with Inductor torch breaks the graphs of layers.0 (")
 
 
 def test_a_layer_gets_what_it_gets_in_the_model() -> None:

@@ -72,6 +72,10 @@ def model():
 
 def dense():
     return nn.Linear(16, 16), (torch.randn(2, 16),)
+
+
+def words():
+    return nn.Embedding(9, 16)
 """
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -141,6 +145,9 @@ def test_inputs_that_do_not_fit_are_the_users_to_change(capsys: pytest.CaptureFi
     assert (
         "the model cannot be called with float32[6, 5]: RuntimeError: a and b must have same reduction dim, but got [6, 5] X [16, 4]" in err
     )
+    code, _, err = output(capsys, "explain", "my_moe:words", "--inputs", "2x16")
+    assert code == 2
+    assert err.rstrip().endswith("(ids: --inputs int64:SHAPE:BELOW)")
     code, _, err = output(capsys, "warmup", "my_moe:MoE", "--inputs", "6x5", "--tokens", "1")
     assert code == 2
     assert "the compiled model fails on these inputs: RuntimeError: a and b must have same reduction dim" in err
