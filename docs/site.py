@@ -13,6 +13,13 @@ ROOT = DOCS.parent
 _LINK = re.compile(r"(?P<text>!?\[[^]]*\])\((?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
 
 
+def on_config(config: Any) -> Any:
+    """Where links to files of the repository lead: setup.py knows its address, or nobody does, and they are text."""
+    home = run_path(str(ROOT / "setup.py"))["HOME"]
+    config.extra["repository"] = f"{home}/blob/main/" if home else ""
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Two pages that lie nowhere."""
     from mkdocs.structure.files import File
@@ -41,4 +48,4 @@ def _moved(link: re.Match[str], folder: str, base: Path, config: Any) -> str:
     return f"{text}({where}{file.relative_to(ROOT).as_posix()}{anchor})" if where else text.strip("!").strip("[]")
 
 
-__all__ = ["on_files", "on_page_markdown"]
+__all__ = ["on_config", "on_files", "on_page_markdown"]

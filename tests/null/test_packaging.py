@@ -11,6 +11,7 @@ import zipfile
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -67,6 +68,25 @@ def test_the_entry_points_are_in_the_wheel(wheel: zipfile.ZipFile) -> None:
     parser.read_string(wheel.read(path).decode())
     assert dict(parser["torch_dynamo_backends"]) == {"moefuse": "moefuse.backend:backend"}
     assert dict(parser["console_scripts"]) == {"moefuse": "moefuse_command:main"}
+
+
+def test_the_readme_is_the_page_of_an_index(wheel: zipfile.ZipFile) -> None:
+    (path,) = [name for name in wheel.namelist() if name.endswith("/METADATA")]
+    head, _, page = wheel.read(path).decode().partition("\n\n")
+    assert page.strip() == (ROOT / "README.md").read_text().strip()
+    assert "Description-Content-Type: text/markdown" in head
+    assert "Author: the moefuse developers" in head
+
+
+def test_links_lead_away_from_an_index() -> None:
+    """To the version's files, pictures to their bytes; what is an address already, or a place of the page, stays."""
+    moved = run_path(str(ROOT / "setup.py"))["on_an_index"]
+    text = "![a picture](docs/speed.svg) [usage](docs/usage.md#what) [torch](https://pytorch.org) [below](#install)"
+    assert moved(text, "", "1.2") == text
+    assert moved(text, "https://host/moefuse", "1.2") == (
+        "![a picture](https://host/moefuse/raw/v1.2/docs/speed.svg) [usage](https://host/moefuse/blob/v1.2/docs/usage.md#what) "
+        "[torch](https://pytorch.org) [below](#install)"
+    )
 
 
 def test_the_license_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
