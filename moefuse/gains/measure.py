@@ -125,4 +125,5 @@ def _refuse_lazy(model: Callable[..., Any]) -> None:
 
 def _device(whole: Compared) -> str:
     names = dict.fromkeys(torch.cuda.get_device_name(device) for device in whole.devices)
-    return ", ".join(names) or f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return ", ".join(names) or f"CPU, {platform.machine()}, {threads} thread{'s' if threads != 1 else ''}"
