@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import nn
 
-from moefuse import backend as _backend
+from moefuse import _torch_private, backend as _backend
 from moefuse.diagnosis import trial
 from moefuse.evidence.layers import layers_of
 from moefuse.gains import measure
 from moefuse.gains.gains import Gains
+from moefuse.passes.graph.module_names import name_within
 from moefuse.report.report import FusionReport
 from moefuse.spec import ExpertsSpec
 
@@ -57,19 +58,21 @@ def compile_layers(
         model: a module; layers that are compiled already are compiled as is said here.
         modules: regular expression; the modules whose name matches (``re.search``) are compiled, instead of those that are found.
         mode: as for ``torch.compile``; one that records CUDA graphs records one for each size.
-        options: options of moefuse and Inductor, as for :func:`compile`; ``any_size`` is set.
+        options: options of moefuse and Inductor, as for :func:`compile`; ``any_size`` is set unless they say False.
 
     Returns:
         The names of the modules that were compiled, the empty one for ``model`` itself.
 
     Raises:
         OptionError: for an unknown option or an illegal value.
-        TypeError: ``model`` is no module.
-        ValueError: it has no such layers, or ``modules`` is no regular expression.
+        TypeError: ``model`` is no module, or ``modules`` no text.
+        ValueError: it has no such layers, ``modules`` is no regular expression, or names a list of modules, which nobody calls.
         RuntimeError: torch's own, for an unknown mode, or mode and options together.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"moefuse.compile_layers needs a module, got {type(model).__name__}")
+    if not isinstance(modules, str | None):
+        raise TypeError(f"moefuse.compile_layers: modules is a regular expression, got {type(modules).__name__}")
     _, patches = _backend.parse(mode, options)
     try:
         found = layers_of(model, modules)
@@ -78,9 +81,15 @@ def compile_layers(
     if not found:
         built = "is built like experts with a router: say which are, modules=r'..'" if modules is None else f"has a name like {modules!r}"
         raise ValueError(f"moefuse.compile_layers: no module of {type(model).__name__} {built}")
+    for name, module in found.items():
+        if type(module).forward is nn.Module.forward:
+            what, inside = f"{name or 'the model'} ({type(module).__name__})", f"^{name}\\.[^.]+$" if name else "^[^.]+$"
+            raise ValueError(f"moefuse.compile_layers: {what} has no forward; for what is in it say modules=r'{inside}'")
     given = dict(options or {}) if mode is None else patches  # torch takes one of the two
+    together: Any = _torch_private.Together({"any_size": True, **given})
     for module in found.values():
-        module.compile(backend=_backend.backend, dynamic=True, options={**given, "any_size": True})
+        module.compile(backend=_backend.backend, dynamic=True, options=together)
+        name_within(model, module)
     return list(found)
 
 

@@ -23,9 +23,11 @@ from moefuse._torch_private.autograd import (
 )
 from moefuse._torch_private.compilation import (
     RunningCall as RunningCall,
+    Together as Together,
     Traced as Traced,
     at_each_call as at_each_call,
     before_torch_compile as before_torch_compile,
+    call_of as call_of,
     called_from as called_from,
     compiled_code_is_stored as compiled_code_is_stored,
     compiler_of_call as compiler_of_call,

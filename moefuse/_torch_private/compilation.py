@@ -78,9 +78,18 @@ def torch_compile_call() -> object | None:
             return None
         frame = frame.f_back
         if frame.f_code is torch._TorchCompileWrapper.__call__.__code__:
-            owner: object = frame.f_locals["self"]
-            return owner
+            return call_of(frame.f_locals["self"])
     return None
+
+
+class Together(dict[str, object]):
+    """Options that several ``torch.compile`` calls share; to reports these are one call."""
+
+
+def call_of(backend: Any) -> object:
+    """What stands for the ``torch.compile`` call of a backend object that is one (:func:`is_torch_compile_call`)."""
+    options = backend.kwargs.get("options")
+    return options if isinstance(options, Together) else backend
 
 
 _around: list[Callable[[Callable[[], object]], object]] = [lambda action: action()]

@@ -21,7 +21,7 @@ from moefuse.capture.ledger import Ledger
 from moefuse.config import Options
 from moefuse.errors import CODES
 from moefuse.report import history
-from moefuse.report.doors import suspects
+from moefuse.report.doors import module_names, suspects
 from moefuse.report.entries import Fused, Skipped
 from moefuse.report.quietly import guarded
 from moefuse.report.report import FusionReport
@@ -173,7 +173,7 @@ def _elsewhere(module: nn.Module, callback: Any, compiler_fn: Any) -> None:
     file, lines = found[0].place
     cause = f"the code around it is compiled with backend={name!r}, which has it in its own graph; compile that with backend='moefuse' too"
     text = CODES["nothing-found"].format(what=f"a layer that is compiled with moefuse ({type(module).__name__})", cause=cause)
-    skipped = Skipped("nothing-found", text, "", f"{file}:{lines.start}")
+    skipped = Skipped("nothing-found", text, module_names.in_its_model(module, ""), f"{file}:{lines.start}")
     mark.skipped(FusionReport(skipped=[skipped]), own, owner)
 
 
@@ -214,7 +214,7 @@ def _find(compiler_fn: Any) -> tuple[_Mark | None, dict[str, Any], object | None
         if inner is None:
             break
         arguments = {**given, **arguments}
-        owner = compiler_fn if _torch_private.is_torch_compile_call(compiler_fn) else owner
+        owner = _torch_private.call_of(compiler_fn) if _torch_private.is_torch_compile_call(compiler_fn) else owner
         compiler_fn = inner
     mark = vars(compiler_fn).get(_MARK) if isinstance(compiler_fn, types.FunctionType) else None
     return (mark if mark is not None and mark.backend is compiler_fn else None), arguments, owner

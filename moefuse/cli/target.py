@@ -56,9 +56,13 @@ def tensor(word: str) -> torch.Tensor:
     if match is None or not isinstance(dtype, torch.dtype):
         raise CommandError(f"--inputs {word} is no tensor. Give {INPUTS}")
     shape = [int(size) for size in match["shape"].split("x")]
-    if dtype.is_floating_point:
-        return torch.randn(shape).to(dtype)
-    return torch.randint(0, int(match["below"] or 2), shape).to(dtype)
+    if dtype.is_floating_point and match["below"]:
+        raise CommandError(f"--inputs {word}: a limit is for integers, and {match['dtype'] or 'float32'} is none")
+    try:
+        made = torch.randn(shape) if dtype.is_floating_point else torch.randint(0, int(match["below"] or 2), shape)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise CommandError(f"--inputs {word} cannot be made: {why(error)}") from error
+    return made.to(dtype)
 
 
 def asked(given: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]:

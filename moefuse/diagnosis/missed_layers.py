@@ -14,6 +14,8 @@ import re
 import sys
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from moefuse import _torch_private
 from moefuse.capture import entry
 from moefuse.capture.dynamo import left
@@ -23,6 +25,7 @@ from moefuse.errors import CODES, FusionError, message
 from moefuse.evidence.code_order import forward_of, router_decides
 from moefuse.evidence.few_bits import held
 from moefuse.evidence.suspects import Pair, Suspect, modules_of, place_of, suspects
+from moefuse.passes.graph.module_names import in_its_model
 from moefuse.pipeline import publish
 from moefuse.program.breaks import TORCH, Stop, users_place
 from moefuse.program.runs import Begun
@@ -117,7 +120,7 @@ def kept_out(begun: Begun) -> None:
     if report is not None and report.fused:
         lost = [("experts that are fused in another call", f.module, f.location) for f in report.fused]
     else:
-        wanted = [s for s in suspects((call.function, *call.arguments)) if own.exclude is None or not re.search(own.exclude, s.name)]
+        wanted = [s for s in _suspects((call.function, *call.arguments)) if own.exclude is None or not re.search(own.exclude, s.name)]
         lost = [(s.what, s.name, f"{s.place[0]}:{s.place[1].start}") for s in wanted if s.place[0]]
     cause = f"{begun.kept_out}, and this call runs in eager"
     told = [Skipped("nothing-found", CODES["nothing-found"].format(what=what, cause=cause), name, at) for what, name, at in lost]
@@ -140,9 +143,9 @@ def _look(call: _torch_private.RunningCall, options: Options, owner: object) -> 
         history.lose(owner, lambda f: any(_concerns(f, skipped) for skipped in missed), start)
         history.record(found, owner, history.place(found, "nothing-found"))
         report = history.report_of(owner) or found
-    if options.expect is not None and options.expect != report.layers[0]:
+    if options.expect is not None and options.expect != (count := _counted(report, call.function, owner)):
         text = publish.text_of(report)
-        raise FusionError(f"options['expect'] is {options.expect}, and {report.layers[0]} layers were fused\n{text}")
+        raise FusionError(f"options['expect'] is {options.expect}, and {count} layers were fused\n{text}")
     if missed:
         publish.publish(found, options)
 
@@ -180,7 +183,7 @@ def missing(report: FusionReport, roots: tuple[object, ...], options: Options, s
     if any(skipped.code == "internal-error" for skipped in report.skipped):
         return []
     shards = {whole: id(shard) for root in modules_of(roots) for whole, shard in _torch_private.computed_with(root).items()}
-    wanted = [s for s in suspects(roots) if options.exclude is None or not re.search(options.exclude, s.name)]
+    wanted = [s for s in _suspects(roots) if options.exclude is None or not re.search(options.exclude, s.name)]
     here = history.report_in_call(start) if start else report
     unsaid = [s for s in wanted if not _spoken_of(here, s, shards) and (here is report or not _fine(report, here, s, shards, start))]
     if not unsaid:
@@ -191,6 +194,20 @@ def missing(report: FusionReport, roots: tuple[object, ...], options: Options, s
     call = _Call(report, roots, tuple(_in_the_model(flow.held(fused=False), shards) for flow in report.flows), tensors)
     found = ((s, _evidence(call, s, s.place in known)) for s in unsaid)
     return [_refusal(call, here, s, evidence, start) for s, evidence in found if evidence is not None]
+
+
+def _counted(report: FusionReport, function: object, owner: object) -> int:
+    """How many layers are fused: of modules that are compiled together, in the one that was called."""
+    part = getattr(function, "__self__", function)
+    if not isinstance(owner, _torch_private.Together) or not isinstance(part, nn.Module):
+        return report.layers[0]
+    name = in_its_model(part, "")
+    return len({fused.module for fused in report.fused if is_in(fused.module, name)})
+
+
+def _suspects(roots: tuple[object, ...]) -> list[Suspect]:
+    """By the names that reports have."""
+    return [replace(s, name=in_its_model(s.around[-1] if s.around else s.module, s.name)) for s in suspects(roots)]
 
 
 def _fine(report: FusionReport, here: FusionReport, found: Suspect, shards: dict[int, int], start: int) -> bool:

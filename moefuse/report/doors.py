@@ -12,6 +12,6 @@ if TYPE_CHECKING:
     from moefuse.report import history as history
 else:
     history = Door("report.history", watched=lambda report, compiled, *_: compiled)
-    module_names = Door("passes.graph.module_names", of_traced="")
+    module_names = Door("passes.graph.module_names", of_traced="", in_its_model="")
     opaque = Door("evidence.opaque", opaque=lambda *_: [])
     suspects = Door("evidence.suspects", suspects=lambda *_: [])

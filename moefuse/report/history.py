@@ -59,9 +59,10 @@ _kept: dict[int, _Kept] = {}
 def place(report: FusionReport, frame: object | None = None, mode: Mode | None = None) -> Place:
     """The frame (unless that is given) and the module that Dynamo is compiling, which a report of it is recorded under."""
     frame, traced = _torch_private.frame_id() if frame is None else frame, _torch_private.traced()
-    roots = {prefix: weakref.ref(root) for prefix, root in roots_of(traced).items()} if traced is not None else {}
+    found = roots_of(traced) if traced is not None else {}
+    roots = {prefix: weakref.ref(root) for prefix, root in found.items()}
     itself = None if traced is None else getattr(traced.function, "__self__", traced.function)
-    root = type(itself).__name__ if isinstance(itself, nn.Module) else ""
+    root = type(found.get("", itself)).__name__ if isinstance(itself, nn.Module) else ""
     if frame is None:
         # A direct call of the backend has no frame number; its reports stand side by side.
         frame = object() if report.graph_count else TOLD[0]

@@ -38,7 +38,7 @@ class ModuleNames:
         owner = traced.local_scope.get("self") if traced is not None else None
         self.frame = (self._name(id(owner)) or "") if isinstance(owner, nn.Module) else None
         """The module whose method is traced; None for a function."""
-        self.whole = owner is None or any(owner is root for root in self.roots.values())
+        self.whole = owner is None or owner in _models or any(owner is root for root in self.roots.values())
         """Whether the frame may be that of what was compiled, and not of one of its modules."""
 
     def parameters(self) -> dict[int, str]:
@@ -143,6 +143,26 @@ def source_path(source: str) -> str:
     return ".".join(part for part in path.split(".") if part and part not in ("self", "_modules", "_fn", "__dict__", "__self__"))
 
 
+_models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def name_within(model: nn.Module, part: nn.Module) -> None:
+    """From now on a part of a model that is compiled by itself has the names of the model, and not its own."""
+    _models[part] = weakref.ref(model)
+
+
+def _model_of(part: nn.Module) -> nn.Module:
+    model = weak() if (weak := _models.get(part)) is not None else None
+    return part if model is None else model
+
+
+def in_its_model(part: nn.Module, name: str) -> str:
+    """The name of a module inside of a part that is compiled by itself: the model's, if it has one (:func:`name_within`)."""
+    model = _model_of(part)
+    prefix = "" if model is part else next((known for known, module in model.named_modules() if module is part), "")
+    return _joined(prefix, name)
+
+
 def roots_of(traced: _torch_private.Traced) -> dict[str, nn.Module]:
     """The modules that the compiled function is or holds, by the prefix of their modules' names: none where there is one root."""
     found: dict[int, tuple[str, nn.Module]] = {}
@@ -156,14 +176,14 @@ def roots_of(traced: _torch_private.Traced) -> dict[str, nn.Module]:
 def _held(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """What a function reaches without a search, by the names that it has there."""
     if isinstance(function, nn.Module):
-        yield "", function
+        yield "", _model_of(function)
         return
     if isinstance(function, functools.partial):
         yield from _held(function.func, (*function.args, *args), {**function.keywords, **kwargs})
         return
     if isinstance(function, types.MethodType):
         if isinstance(function.__self__, nn.Module):
-            yield "", function.__self__
+            yield "", _model_of(function.__self__)
             return
         yield from getattr(function.__self__, "__dict__", {}).items()
         function, args = function.__func__, (function.__self__, *args)

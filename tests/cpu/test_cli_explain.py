@@ -148,6 +148,13 @@ def test_inputs_that_do_not_fit_are_the_users_to_change(capsys: pytest.CaptureFi
     code, _, err = output(capsys, "explain", "my_moe:words", "--inputs", "2x16")
     assert code == 2
     assert err.rstrip().endswith("(ids: --inputs int64:SHAPE:BELOW)")
+    for word in ("int64:2x8:0", "int64:2x8:99999999999999999999999", "99999999999x99999999999"):
+        code, _, err = output(capsys, "explain", "my_moe:MoE", "--inputs", word)
+        assert code == 2
+        assert f"--inputs {word} cannot be made: " in err
+    code, _, err = output(capsys, "explain", "my_moe:MoE", "--inputs", "2x16:9")
+    assert code == 2
+    assert "--inputs 2x16:9: a limit is for integers, and float32 is none" in err
     code, _, err = output(capsys, "warmup", "my_moe:MoE", "--inputs", "6x5", "--tokens", "1")
     assert code == 2
     assert "the compiled model fails on these inputs: RuntimeError: a and b must have same reduction dim" in err

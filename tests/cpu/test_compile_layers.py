@@ -59,7 +59,8 @@ def test_one_graph_for_all_layers_and_sizes(kind: type[nn.Module]) -> None:
             x = torch.randn(tokens, layers.H)
             torch.testing.assert_close(model(x), plain(x))
     assert graphs() == 1
-    assert [report.layers for report in moefuse.reports()] == [(1, 1)]
+    assert [report.layers for report in moefuse.reports()] == [(10, 10)]
+    assert {f.module for f in moefuse.last_report().fused} == {f"layers.{i}" for i in range(10)}
 
 
 def test_training() -> None:
@@ -178,7 +179,7 @@ def test_requests_of_any_size_in_threads() -> None:
         thread.join()
     assert not wrong
     assert graphs() <= 3
-    assert moefuse.last_report().layers == (1, 1)
+    assert moefuse.last_report().layers == (10, 10)
 
 
 def test_inside_of_another_compilation() -> None:
@@ -234,6 +235,65 @@ def test_limit_is_told_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     assert "moefuse.compile_layers(model)" not in caplog.text
 
 
+class Kinds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layers.Stacked(4), layers.Listed(4), layers.Stacked(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_one_report_of_all_layers() -> None:
+    """By the model's names, whatever their kinds; a hook's own frame takes nothing from it."""
+    model, seen, x = Kinds(), list[Tensor](), torch.randn(5, layers.H)
+    moefuse.compile_layers(model, options={"exclude": r"layers\.1"})
+    with torch.no_grad():
+        model(x)
+        model.layers[2].register_forward_hook(lambda module, args, out: seen.append(out.clone()))
+        model(x)
+        assert len(seen) == 1
+        assert {f.module for f in moefuse.last_report().fused} == {"layers.0", "layers.2"}
+        with torch.compiler.set_stance("force_eager"):
+            model(x)
+        assert not moefuse.last_report().fused
+        assert {s.module for s in moefuse.last_report().skipped} == {"layers.0", "layers.2"}
+        model(x)
+    assert {f.module for f in moefuse.last_report().fused} == {"layers.0", "layers.2"}
+    assert not moefuse.last_report().skipped
+
+
+def test_expect_counts_the_layer_that_was_called() -> None:
+    model, x = Kinds(), torch.randn(5, layers.H)
+    moefuse.compile_layers(model, options={"expect": 1})
+    with torch.no_grad():
+        model(x)
+        model(x[:1])
+    torch.compiler.reset()
+    moefuse.compile_layers(model, options={"expect": 2})
+    with pytest.raises(moefuse.FusionError, match=r"options\['expect'\] is 2, and 1 layers were fused"):
+        model(x)
+
+
+def test_hooks_that_come_later() -> None:
+    """transformers collects the routers' scores by hooks on modules inside of the layers, which it installs when they are first asked for:
+    Dynamo guards no hooks, and the scores were missing."""
+    model = qwen(2)
+    plain = copy.deepcopy(model)
+    moefuse.compile_layers(model)
+    ids = torch.randint(97, (2, 5))
+    with torch.no_grad():
+        model(input_ids=ids)
+        for _ in range(2):
+            got, wanted = (one(input_ids=ids, output_router_logits=True) for one in (model, plain))
+            assert len(got.router_logits) == 2
+            torch.testing.assert_close(got.router_logits, wanted.router_logits)
+            torch.testing.assert_close(got.aux_loss, wanted.aux_loss)
+    assert moefuse.last_report().layers == (2, 2)
+
+
 class Masks(nn.Module):
     """Experts without a number that the graph breaks at: every token is in each expert, with a weight that may be 0."""
 
@@ -249,7 +309,7 @@ class Masks(nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_inside_of_a_graph_of_another_compiler(strict: bool) -> None:
-    """torch makes one graph of the two, which is the outer one's: nothing is fused, and that is said. Once for all layers of a class."""
+    """torch makes one graph of the two, which is the outer one's: nothing is fused, and that is said."""
     model = nn.Sequential(Masks(), nn.Tanh(), Masks())
     plain, x = copy.deepcopy(model), torch.randn(5, 8)
     moefuse.compile_layers(model, options={"strict": strict})
@@ -263,7 +323,8 @@ def test_inside_of_a_graph_of_another_compiler(strict: bool) -> None:
     assert report.layers == (0, 1)
     assert "compile that with backend='moefuse' too" in report.skipped[0].message
     model(x)
-    assert len(moefuse.last_report().fused) == 1
+    assert {f.module for f in moefuse.last_report().fused} == {"0", "2"}
+    assert not moefuse.last_report().skipped
 
 
 class Mixed(nn.Module):
@@ -338,5 +399,9 @@ def test_errors() -> None:
         moefuse.compile_layers(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="no module of Stacked has a name like 'mlp'"):
         moefuse.compile_layers(layers.Stacked(4), modules="mlp")
+    with pytest.raises(TypeError, match="modules is a regular expression, got int"):
+        moefuse.compile_layers(layers.Stacked(4), modules=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"layers \(ModuleList\) has no forward; for what is in it say modules=r'\^layers\\"):
+        moefuse.compile_layers(Kinds(), modules="layers")
     with pytest.raises(ValueError, match=r"modules='\(' is no regular expression"):
         moefuse.compile_layers(layers.Stacked(4), modules="(")

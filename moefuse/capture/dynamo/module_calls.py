@@ -1,7 +1,7 @@
 """A guard on what happens around calls of modules: hooks, and the methods of their classes.
 
-Dynamo guards neither: a hook that is put on a module after the compilation goes unnoticed. That is no surprise in a frame that is one graph
-anyway. Where only capture made it one, though, the calls would run in eager, which sees both, and so these frames have this guard.
+Dynamo guards neither: a hook that is put on a module after the compilation goes unnoticed. Where capture made a frame one graph the calls
+would run in eager, which sees both; and a layer that is compiled by itself is given hooks by the model around it. Both have this guard.
 
 Nearly always it costs a comparison: every hook that is registered takes the next number of ``RemovableHandle``. Only when that has moved
 on the modules are looked at.

@@ -155,7 +155,7 @@ def _compile(output: Any, observer: Observer, compile: Callable[[], Any]) -> Any
         why = relations.watch(output, observer.related)
         if why is not None:
             observer.unrelated(why)
-    if observer.joins(output.shape_env) or checkpoints.collected(output) or observer.registering:
+    if observer.fused or observer.joins(output.shape_env) or checkpoints.collected(output) or observer.registering:
         module_calls.watch(output, observer.traced)
     if observer.apart is not None:
         told_apart.watch(output, observer.apart)
