@@ -38,7 +38,8 @@ class ModuleNames:
         owner = traced.local_scope.get("self") if traced is not None else None
         self.frame = (self._name(id(owner)) or "") if isinstance(owner, nn.Module) else None
         """The module whose method is traced; None for a function."""
-        self.whole = owner is None or (isinstance(owner, nn.Module) and owner in _models) or any(owner is root for root in self.roots.values())
+        apart = isinstance(owner, nn.Module) and owner in _models
+        self.whole = owner is None or apart or any(owner is root for root in self.roots.values())
         """Whether the frame may be that of what was compiled, and not of one of its modules."""
 
     def parameters(self) -> dict[int, str]:
