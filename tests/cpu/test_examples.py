@@ -21,7 +21,7 @@ SAID: dict[str, tuple[list[str], str]] = {
     "lora.py": (["--steps", "2"], r"merged into 8 Parameters, saved and loaded: logits differ by at most \d\.\de-0[6-9]"),
     "server.py": (
         ["--requests", "9"],
-        r"compiled: \['model.layers.0.mlp', .*\n9 requests, 1 graph\nmoefuse: fused 1 of 1",
+        r"compiled: \['model.layers.0.mlp', .*\n9 requests, 1 graph\nmoefuse: fused 2 of 2",
     ),
     "export.py": ([], r"package, 7 tokens: differs by at most \d\.\de-0[7-9]\nmoefuse: fused 1 of 1 MoE layer"),
     "replay.py": (["--steps", "2"], r"'model.layers.1.mlp.experts': \[\[192, 2\]\]"),
