@@ -7,6 +7,7 @@ counted beside it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -54,6 +55,7 @@ class _Compilation:
         ended: when the call ended in which it was made; 0 before that.
         before: earlier ones of the same kind of call: for other sizes, or other hooks.
         lost: when what it has fused somewhere ran otherwise.
+        times: when a module of it ran last, where several run its code.
     """
 
     frame: object
@@ -65,10 +67,15 @@ class _Compilation:
     ended: int = 0
     before: list[_Compilation] = dataclasses.field(default_factory=list)
     lost: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    times: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def last(self) -> int:
         return self.made if self.ran is None else self.ran.last
+
+    def when(self, module: str) -> int:
+        """The last time that a module of it ran."""
+        return self.times.get(module, self.last)
 
     def in_call(self, start: int) -> bool:
         """Whether it is of a call that began at ``start``; what nobody knows of ran in each."""
@@ -77,7 +84,8 @@ class _Compilation:
     def whole(self) -> FusionReport:
         """The report with all modules that it is about, less what ran otherwise since."""
         report = self.report if self.served is None else self.served.applied(self.report)
-        kept = [f for f in report.fused if self.lost.get((f.module, f.location), 0) <= self.last] if self.lost else report.fused
+        self.times = {} if self.served is None else self.served.times(self.report)
+        kept = [f for f in report.fused if self.lost.get((f.module, f.location), 0) <= self.when(f.module)] if self.lost else report.fused
         return dataclasses.replace(report, fused=kept)
 
 
@@ -180,15 +188,18 @@ class Compilations:
         for known in reversed(self._current()):
             report = known.whole()
             left.append(_without(report, known.mode, [newer for newer in latest if newer.frame == known.frame]))
-            latest.append(_Compilation(known.frame, report, known.mode, made=known.last, ended=known.ended))
+            latest.append(_Compilation(known.frame, report, known.mode, made=known.last, ended=known.ended, times=known.times))
         if not latest:
             return None
         for known, report in zip(latest, left, strict=True):
+            refused = {f.module for f in known.report.fused if _refused_since(f.module, known, latest)}
+            known.report, report.fused = _less(known.report, refused), _less(report, refused).fused
+        for known, report in zip(latest, left, strict=True):
             instead = [f for other in latest if alike(other.mode, known.mode) for f in other.report.fused]
-            since = [other for other in latest if alike(other.mode, known.mode) and _later(other, known)]
+            others = [other for other in latest if alike(other.mode, known.mode)]
             told = known.frame in TOLD
             same = [other for other in latest if other.frame == known.frame or told or not alike(other.mode, known.mode)]
-            kept = [s for s in report.skipped if not done_instead(s, instead) and not _in_one_of(s.module, since)]
+            kept = [s for s in report.skipped if not done_instead(s, instead) and not _fused_since(s.module, known, others)]
             report.skipped = [dataclasses.replace(s, fused_too=_in_one_of(s.module, same, known.frame)) for s in kept]
         merged = FusionReport.merged(reversed(left))
         merged.modules = tuple((prefix, tree_of(root)) for prefix, weak in self._roots.items() if (root := weak()) is not None)
@@ -207,11 +218,18 @@ def _in_one_of(module: str, found: list[_Compilation], frame: object = None) -> 
     return any(is_in(module, layer) if layer or same else module == layer for same, layer in entries)
 
 
-def _later(other: _Compilation, known: _Compilation) -> bool:
-    """Whether one ran in a call behind that in which another was made."""
-    if known.frame in TOLD:
-        return other.made > known.made
-    return bool(known.ended) and other.made > known.ended
+def _fused_since(module: str, known: _Compilation, others: list[_Compilation]) -> bool:
+    """Whether a module ran fused in a call behind that in which it was refused."""
+    start = known.made if known.frame in TOLD else known.ended or math.inf
+    layers = ((f.module, other.when(f.module) > start) for other in others for f in other.report.fused)
+    return any(later and (is_in(module, layer) if layer else module == layer) for layer, later in layers)
+
+
+def _refused_since(layer: str, known: _Compilation, others: list[_Compilation]) -> bool:
+    """Whether other code of the same frame, which is refused, ran for a module since its fused code did: others still run that one."""
+    same = (other for other in others if other.frame == known.frame and alike(other.mode, known.mode))
+    refused = ((s.module, other) for other in same for s in other.report.skipped)
+    return any(is_in(module, layer) and other.when(module) > known.when(layer) for module, other in refused)
 
 
 def fused_in(report: FusionReport) -> set[tuple[str, str]]:
@@ -225,6 +243,10 @@ def alike(first: Mode, second: Mode) -> bool:
 
 def places(report: FusionReport) -> list[tuple[str, str]]:
     return [*((f.module, f.location) for f in report.fused), *((s.module, s.location) for s in report.skipped)]
+
+
+def _less(report: FusionReport, layers: Collection[str]) -> FusionReport:
+    return dataclasses.replace(report, fused=[f for f in report.fused if f.module not in layers])
 
 
 def _without(report: FusionReport, mode: Mode, newer: list[_Compilation]) -> FusionReport:

@@ -26,6 +26,16 @@ LIMIT = 4096
 """Modules that are told apart; code that gets new weights with every call counts no further."""
 
 
+class Seen:
+    """A tensor that a graph ran with, and the last time that it did."""
+
+    __slots__ = ("last", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.last = now()
+
+
 class Served:
     """The modules that one compiled graph has run, told by one of its parameters.
 
@@ -44,23 +54,25 @@ class Served:
         named = [(parameter, other) for parameter, other in names.named_parameters() if pattern(other) == like]
         self._known = {id(parameter): (weakref.ref(parameter), other) for parameter, other in named}
         self._open = [other for _, other in named if other != name]
-        self._ran = [name]
-        self._strangers: list[weakref.ref[torch.Tensor]] = []
-        self.seen: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._ran: dict[str, Seen | None] = {name: None}
+        self._strangers: list[Seen] = []
+        self.seen: dict[int, Seen] = {}
 
     def note(self, parameter: torch.Tensor) -> None:
         """The graph runs with this tensor for its parameter."""
         if len(self.seen) >= LIMIT:
             return
-        self.seen[id(parameter)] = weakref.ref(parameter)
+        seen = self.seen[id(parameter)] = Seen(parameter)
         held, name = self._known.get(id(parameter), (None, None))
         if held is None or held() is not parameter:
             name = self._now(parameter)
         if name is None:
-            self._strangers.append(self.seen[id(parameter)])
+            self._strangers.append(seen)
         elif name in self._open:
             self._open.remove(name)
-            self._ran.append(name)
+            self._ran[name] = seen
+        elif name in self._ran:
+            self._ran[name] = seen
 
     def _now(self, parameter: torch.Tensor) -> str | None:
         """The name that a tensor has now, of those that have not run: what offloads weights has others in their place for a call."""
@@ -76,10 +88,15 @@ class Served:
 
     def applied(self, report: FusionReport) -> FusionReport:
         """The report with each item once for each module that the graph has run."""
-        others = self._others()
+        others = [name for name, _ in self._names() if name != self.name]
         fused = [replace(f, module=renamed(f.module, self.name, other)) for other in others for f in report.fused]
         skipped = [self._borrowed(s, renamed(s.module, self.name, other)) for other in others for s in report.skipped]
         return replace(report, fused=report.fused + fused, skipped=report.skipped + skipped)
+
+    def times(self, report: FusionReport) -> dict[str, int]:
+        """When each module of the report as it was compiled, and those that have run its code, ran last."""
+        modules = [entry.module for entry in (*report.fused, *report.skipped)]
+        return {renamed(module, self.name, name): seen.last for name, seen in self._names() if seen is not None for module in modules}
 
     def _borrowed(self, skipped: Skipped, module: str) -> Skipped:
         """A refusal of another module; where that is of another class, the reason is the first one's."""
@@ -95,9 +112,9 @@ class Served:
                 continue
         return None
 
-    def _others(self) -> list[str | None]:
-        """The names of the other parameters; None for one of a module outside of what was compiled (a layer compiled on its own)."""
-        unknown = [parameter for entry in self._strangers if (parameter := entry()) is not None]
+    def _names(self) -> list[tuple[str | None, Seen | None]]:
+        """The parameters that the graph ran with; None for one of a module outside of what was compiled (a layer compiled on its own)."""
+        unknown = [(parameter, seen) for seen in self._strangers if (parameter := seen.tensor()) is not None]
         now: dict[int, str] = {}
         for prefix, weak in self.roots.items() if unknown else ():
             root = weak()
@@ -107,9 +124,8 @@ class Served:
             shards = _torch_private.computed_with(root)
             now |= {whole: now[id(shard)] for whole, shard in shards.items() if id(shard) in now}
         # A parameter that was assigned anew has the name of its predecessor.
-        names: dict[str, None] = dict.fromkeys(self._ran)
-        names |= dict.fromkeys(now[id(parameter)] for parameter in unknown if id(parameter) in now)
-        return [*list(names)[1:], *(None for parameter in unknown if id(parameter) not in now)]
+        named = self._ran | {now[id(parameter)]: seen for parameter, seen in unknown if id(parameter) in now}
+        return [*named.items(), *((None, seen) for parameter, seen in unknown if id(parameter) not in now)]
 
 
 def _child(module: nn.Module | None, name: str) -> nn.Module | None:
@@ -157,13 +173,15 @@ def _timed(compiled: _torch_private.CompiledFn, ran: Ran) -> _torch_private.Comp
 
 
 def _noting(
-    compiled: _torch_private.CompiledFn, at: int, seen: dict[int, weakref.ref[torch.Tensor]], note: Callable[[Any], None], ran: Ran
+    compiled: _torch_private.CompiledFn, at: int, seen: dict[int, Seen], note: Callable[[Any], None], ran: Ran
 ) -> _torch_private.CompiledFn:
     def run(*args: Any) -> Any:
-        ran.last = now()
+        ran.last = time = now()
         known = seen.get(id(args[at]))
-        if known is None or known() is not args[at]:
+        if known is None or known.tensor() is not args[at]:
             quietly(note, args[at])
+        else:
+            known.last = time
         return compiled(*args)
 
     return run

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import moefuse
 from moefuse.evidence.layers import layers_of
 from tests.dist import layers
+from tests.programs.effects.changes import H, Plain
 from tests.zoo import tiny
 
 SIZES = (5, 3, 1, 7, 0, 2)
@@ -292,6 +293,24 @@ def test_hooks_that_come_later() -> None:
             torch.testing.assert_close(got.router_logits, wanted.router_logits)
             torch.testing.assert_close(got.aux_loss, wanted.aux_loss)
     assert moefuse.last_report().layers == (2, 2)
+
+
+def test_a_hook_on_one_layer_of_two() -> None:
+    """Its experts are refused; the other layer runs the code that both ran before. Of a graph with several modules nobody knew which ran
+    last, and the report said that both were fused."""
+    model = nn.Sequential(Plain(), Plain()).eval()
+    moefuse.compile_layers(model, modules=r"^\d$")
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        model(torch.randn(7, H))
+        assert moefuse.last_report().layers == (2, 2)
+        model[1].experts[0].register_forward_hook(lambda _m, _i, out: seen.append(out.detach().norm()))
+        for _ in range(3):
+            model(torch.randn(7, H))
+            report = moefuse.last_report()
+            assert report.layers == (1, 2)
+            assert [entry.module for entry in (*report.fused, *report.skipped)] == ["0", "1.experts.0"]
+    assert len(seen) == 3
 
 
 class Masks(nn.Module):

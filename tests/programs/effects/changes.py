@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 import moefuse
 from moefuse import _torch_private
+from moefuse.capture.dynamo import module_calls
 from moefuse.diagnosis import missed_layers
 from moefuse.pipeline import publish
 from moefuse.report import history
@@ -173,12 +174,28 @@ class _State:
     grad: bool = False
     tokens: int = 7
     hooks: list[Any] = field(default_factory=list)
-    sums: list[Tensor] = field(default_factory=list)
+    seen: list[Tensor] = field(default_factory=list)
+    hooked: bool = False
+    """Whether there was ever a hook."""
+
+    def taken(self) -> list[Tensor]:
+        """What hooks have seen since this was asked last."""
+        seen, self.seen = self.seen, []
+        return seen
 
 
-def _hook(state: _State) -> None:
-    experts = state.model.layers[0].experts
-    state.hooks += [e.register_forward_hook(lambda _m, _i, out: state.sums.append(out.detach().norm())) for e in experts]
+def _hooks(where: Callable[[Model], list[nn.Module]], scale: float | None = None) -> Callable[[_State], None]:
+    """Hooks that collect what modules give, as those of transformers for the routers' scores; with ``scale`` they give something else."""
+
+    def install(state: _State) -> None:
+        def see(_module: nn.Module, _args: Any, out: Tensor) -> Tensor | None:
+            state.seen.append(out.detach().norm())
+            return None if scale is None else out * scale
+
+        state.hooks += [module.register_forward_hook(see) for module in where(state.model)]
+        state.hooked = True
+
+    return install
 
 
 def _unhook(state: _State) -> None:
@@ -211,7 +228,12 @@ CHANGES: dict[str, Callable[[_State], Any]] = {
     "7 tokens": _set(tokens=7),
     "flag": _flag(True),
     "no flag": _flag(False),
-    "hook": _hook,
+    "hooks on experts": _hooks(lambda model: list(model.layers[0].experts)),
+    "hook on scores": _hooks(lambda model: [layer.router for layer in model.layers]),
+    "hook on a layer": _hooks(lambda model: [model.layers[-1]]),
+    "hook inside of an expert": _hooks(lambda model: [model.layers[-1].experts[0].up]),
+    "hook that scales scores": _hooks(lambda model: [model.layers[-1].router], 1.5),
+    "hook that scales an expert": _hooks(lambda model: [model.layers[0].experts[0]], 3.0),
     "no hook": _unhook,
     "global": lambda state: MEANWHILE.update(seen=1),
     "no global": lambda state: MEANWHILE.update(seen=0),
@@ -221,11 +243,13 @@ CHANGES: dict[str, Callable[[_State], Any]] = {
 
 @dataclass(frozen=True)
 class Changing:
-    """A program: kinds of layers, changes in front of each pair of calls, and torch's limit of graphs for one code."""
+    """A program: kinds of layers, changes in front of each pair of calls, torch's limit of graphs for one code, and what is compiled."""
 
     kinds: tuple[str, ...]
     changes: tuple[tuple[str, ...], ...]
     limit: int = 8
+    layers: bool = False
+    """Each layer by itself (``compile_layers``)."""
 
 
 def draw(seed: int) -> Changing:
@@ -233,7 +257,8 @@ def draw(seed: int) -> Changing:
     rng = random.Random(seed)
     kinds = tuple(rng.choice(list(KINDS)) for _ in range(rng.choice((1, 1, 2))))
     changes = [tuple(rng.sample(list(CHANGES), rng.choice((1, 1, 2)))) for _ in range(rng.randint(2, 4))]
-    return Changing(kinds, ((), *changes), rng.choice((8, 8, 8, 2)))
+    layers = rng.choice((False, True))
+    return Changing(kinds, ((), *changes), 8 if layers else rng.choice((8, 8, 8, 2)), layers)
 
 
 def wrong(p: Changing) -> list[str]:
@@ -244,7 +269,7 @@ def wrong(p: Changing) -> list[str]:
     torch.manual_seed(0)
     with _light(), torch._dynamo.config.patch(recompile_limit=p.limit):
         state = _State(Model(p.kinds).eval())
-        compiled = torch.compile(state.model, backend="moefuse", options={"verify": "off"})
+        compiled = _compiled(state.model, p.layers)
         for number, changes in enumerate(p.changes):
             for name in changes:
                 CHANGES[name](state)
@@ -254,23 +279,37 @@ def wrong(p: Changing) -> list[str]:
     return []
 
 
+def _compiled(model: Model, layers: bool) -> Callable[..., Tensor]:
+    if not layers:
+        return torch.compile(model, backend="moefuse", options={"verify": "off"})
+    moefuse.compile_layers(model, modules=r"layers\.\d+", options={"verify": "off"})
+    return model
+
+
 def _pair(state: _State, compiled: Callable[..., Tensor], number: int) -> list[str]:
     x = torch.randn(state.tokens, H, generator=torch.Generator().manual_seed(number))
     with torch.set_grad_enabled(state.grad):
         if MEANWHILE.pop("raises", 0):
             with suppress(ValueError):
                 compiled(x[:, 1:])
+        state.taken()
         out = compiled(x)
-        first = moefuse.last_report()
+        first, seen = moefuse.last_report(), state.taken()
         with torch.profiler.profile() as profile:
             compiled(x)
-        second = moefuse.last_report()
+        second, again = moefuse.last_report(), state.taken()
         bias = [layer.bias.clone() for layer in state.model.layers]
-        expected = state.model(x)
+        with torch.compiler.set_stance("force_eager"):
+            expected, wanted = state.model(x), state.taken()
         for layer, before in zip(state.model.layers, bias, strict=True):
             layer.bias.copy_(before)
     ran = sum(e.count for e in profile.key_averages() if e.key.startswith("moefuse::experts") and "backward" not in e.key)
     found = [] if torch.allclose(out, expected, atol=1e-5) else ["another result"]
+    for name, some in (("first", seen), ("second", again)):
+        if len(some) != len(wanted) or not all(torch.allclose(a, b, atol=1e-5) for a, b in zip(some, wanted, strict=True)):
+            found.append(f"{name} call: hooks saw {some} instead of {wanted}")
+    if state.hooked and ran < len(state.model.layers):
+        found.clear()  # Dynamo guards no hooks, so that torch loses them in graphs without fused experts.
     for name, report in (("first", first), ("second", second)):
         found += [f"{name} call: {text}" for text in _untrue(report, ran, len(state.model.layers))]
     return found
@@ -323,8 +362,12 @@ FAULTS: dict[str, Broken] = {
         (history, "lost", lambda report, owner: None),
         (missed_layers, "_fine", _spoken_ever),
     ),
+    "hooks that come later are not seen": ((module_calls, "watch", lambda *_: None),),
 }
 """Root causes, as what stands in their place when moefuse is broken."""
 
-SHOWN: dict[str, Changing] = {"fused in any mode is fused in this": Changing(("Trained",), ((), ("train", "grad")))}
+SHOWN: dict[str, Changing] = {
+    "fused in any mode is fused in this": Changing(("Trained",), ((), ("train", "grad"))),
+    "hooks that come later are not seen": Changing(("Plain", "Plain"), ((), ("hook on scores",))),
+}
 """For each fault the smallest program known to show it."""
