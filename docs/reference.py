@@ -11,7 +11,7 @@ from typing import Any
 FUNCTIONS = (
     ("Compiling", ("compile", "compile_layers", "explain", "last_report", "reports", "benchmark", "warmup")),
     ("Several ranks", ("parallelize", "unparallelize", "load", "full_state_dict", "clip_grad_norm_")),
-    ("Routing", ("capture_routing", "replay_routing")),
+    ("Routing", ("capture_routing", "replay_routing", "load_of")),
 )
 CLASSES = ("Options", "FusionReport", "Gains", "WarmupReport", "ExpertsSpec", "MoEFusionPass")
 _SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises")

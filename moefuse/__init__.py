@@ -26,7 +26,7 @@ from moefuse.errors import (
 )
 from moefuse.gains.gains import Gains as Gains
 from moefuse.integrations import on_import as _on_import
-from moefuse.replay.api import capture_routing as capture_routing, replay_routing as replay_routing
+from moefuse.replay.api import capture_routing as capture_routing, load_of as load_of, replay_routing as replay_routing
 from moefuse.report.history import last_report as last_report, reports as reports
 from moefuse.report.report import FusionReport as FusionReport
 from moefuse.spec import ExpertsSpec as ExpertsSpec
@@ -64,6 +64,7 @@ __all__ = [
     "full_state_dict",
     "last_report",
     "load",
+    "load_of",
     "parallelize",
     "replay_routing",
     "reports",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
+from moefuse.parallel import moves
+from moefuse.parallel.balance import ENOUGH
 from moefuse.parallel.placement import Placement
 from moefuse.runtime.groups import Terms
+from moefuse.parallel.where import Where
 
 
 @dataclass(frozen=True)
@@ -71,5 +74,36 @@ class Plan:
             )
         return lambda parameter: found if parameter in self.parameters else None
 
+    def balance(self, load: moves.Load, *, layers: int | None = None, enough: float = ENOUGH) -> Plan:
+        """Move experts between ranks, by the load that :class:`moefuse.load_of` has counted, so that all ranks take about as long.
+
+        A collective call between two calls of the model, which is for inference: every rank makes it, with what its own tokens chose.
+        Weights and tables keep their addresses, and what is compiled, or in a CUDA graph, goes on. Each rank keeps as many experts as it
+        had. ``state_dict`` is a collective call behind it.
+
+        Args:
+            load: layer -> counts [calls, E], or [E]; layers that are not in it stay as they are.
+            layers: at most so many are moved, those that gain most: the others' turn is the next call's. None: all.
+            enough: a layer stays as it is whose busiest rank takes at most so many times what ranks take on average.
+
+        Returns:
+            The plan as it is now.
+
+        Raises:
+            ParallelError: counts that do not fit; unequal numbers of experts on the ranks; gradients, an optimizer, or FSDP's shards, which
+                would stay behind.
+        """
+        changes = moves.planned((module for module, _ in self._held), load, enough)[:layers]
+        for change in changes:
+            moves.move(change)
+        now = {change.where.layer: change.where for change in changes}
+        return replace(self, layers=tuple(_moved(layer, now.get(layer.name)) for layer in self.layers))
+
     def __str__(self) -> str:
         return "\n".join(map(str, self.layers))
+
+
+def _moved(layer: Layer, where: Where | None) -> Layer:
+    if where is None:
+        return layer
+    return replace(layer, placement=where.placement, here=where.mine, terms=tuple(replace(t, placement="balanced") for t in layer.terms))

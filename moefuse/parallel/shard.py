@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,12 @@ def held_of(module: nn.Module) -> Held | None:
 def _where(module: nn.Module) -> Where:
     held: Held = vars(module)[HELD]
     return held.where
+
+
+def holding(where: Where) -> list[nn.Module]:
+    """The modules that hold rows of a layer, copies of the model's too, in the order in which they came to be: the same on all ranks."""
+    where.holders[:] = [weak for weak in where.holders if weak() is not None]
+    return [module for weak in where.holders if (module := weak()) is not None and held_of(module) is not None]
 
 
 def holders_of(model: nn.Module) -> dict[nn.Module, Held]:
@@ -127,6 +134,8 @@ def _settle(module: nn.Module) -> None:
     if held is None:
         return
     where = held.where
+    if all(module is not known for known in holding(where)):
+        where.holders.append(weakref.ref(module))
     parameters: list[Any] = [p for name in held.names.values() if isinstance(p := module._parameters.get(name), DTensor)]
     for parameter in parameters:
         local, behind = parameter.to_local(), len(where.mine) - state.slots_here(parameter, where).start

@@ -41,5 +41,11 @@ class Table:
             self.tensors[made.device.type, made.device.index] = _torch_private.static_address(made)
             layers.remember(made, self)
 
+    def move(self, slots: Sequence[int]) -> None:
+        """Other slots from now on, in the tensors that there are: a compiled graph reads them in its next call."""
+        self.slots = tuple(slots)
+        for tensor in self.tensors.values():
+            tensor.copy_(torch.tensor(self.slots, dtype=torch.int32))
+
     def _made(self, device: torch.device) -> Tensor:
         return torch.tensor(self.slots, dtype=torch.int32, device=device)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ class Where:
         replicated: whether the ranks of the first dimension of the mesh have the same experts.
         on_gradient: what is done in each backward pass with gradients of Parameters; see ``copies.py``.
         model: its number among those that have experts on the same mesh.
+        holders: the modules that hold rows of it (``shard.holding``).
     """
 
     mesh: DeviceMesh
@@ -54,6 +56,7 @@ class Where:
     replicated: bool = False
     on_gradient: OnGradient | None = None
     model: int = 1
+    holders: list[weakref.ref[nn.Module]] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def mine(self) -> tuple[int, ...]:
@@ -74,6 +77,11 @@ class Where:
     def table(self) -> Table:
         """Where each expert is."""
         return Table(self.placement.table(), self.layer, self.model)
+
+    def move(self, placement: Placement) -> None:
+        """From now on the ranks hold experts so, as many as before; tensors of the table stay where they are."""
+        object.__setattr__(self, "placement", placement)
+        self.table.move(placement.table())
 
     def cut(self, name: str) -> Cut | None:
         """Where a Parameter of the experts is cut."""

@@ -34,6 +34,26 @@ def capture_routing(model: nn.Module) -> Iterator[Routing]:
 
 
 @contextmanager
+def load_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Count how often a compiled model chooses each expert, in the ``with`` block; behind it: layer -> counts [calls, E] int64 on the CPU.
+
+    Layers have the names of the report. E is the highest expert that was chosen and one. Ranks that have spread experts
+    (:func:`moefuse.parallelize`) count what their own tokens choose; ``plan.balance(load)`` puts that together. The block compiles the
+    model once more, as that of :func:`capture_routing` does, and the host waits once, when it ends.
+
+    Raises:
+        RoutingError: when the block ends, if no layer has run that moefuse fused.
+    """
+    load: dict[str, Tensor] = {}
+    with capture_routing(model) as routing:
+        yield load
+    for layer, calls_of in routing.items():
+        every = [ids.cpu().flatten() for ids in calls_of]
+        most = max((int(ids.max()) + 1 for ids in every if ids.numel()), default=0)
+        load[layer] = torch.stack([ids.bincount(minlength=most) for ids in every])
+
+
+@contextmanager
 def replay_routing(model: nn.Module, ids: Mapping[str, Tensor | Sequence[Tensor]] | Sequence[Tensor | Sequence[Tensor]]) -> Iterator[None]:
     """Have a compiled model take these experts, in the ``with`` block, as rollout routing replay does (R3: Ma et al. 2025, 2510.11370).
 

@@ -95,7 +95,7 @@ class Served:
 
     def times(self, report: FusionReport) -> dict[str, int]:
         """When each module of the report as it was compiled, and those that have run its code, ran last."""
-        modules = [entry.module for entry in (*report.fused, *report.skipped)]
+        modules = [*(f.module for f in report.fused), *(s.module for s in report.skipped)]
         return {renamed(module, self.name, name): seen.last for name, seen in self._names() if seen is not None for module in modules}
 
     def _borrowed(self, skipped: Skipped, module: str) -> Skipped:

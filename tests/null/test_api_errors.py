@@ -52,7 +52,7 @@ def test_public_names() -> None:
     names = ["ExpertsSpec", "FusionError", "FusionReport", "Gains", "MoEFusionPass", "OptionError", "Options", "WarmupReport"]
     names += ["CompilerError", "ParallelError", "PeerError", "RoutingError", "TooManyTokens"]
     names += ["__version__", "benchmark", "clip_grad_norm_", "compile", "compile_layers", "explain", "full_state_dict", "last_report"]
-    names += ["load", "parallelize", "capture_routing", "replay_routing", "reports", "unparallelize", "warmup"]
+    names += ["load", "load_of", "parallelize", "capture_routing", "replay_routing", "reports", "unparallelize", "warmup"]
     assert sorted(moefuse.__all__) == sorted(names)
     assert all(getattr(moefuse, name) is not None for name in names)
     with pytest.raises(AttributeError, match="module 'moefuse' has no attribute 'fuse'"):

@@ -1,0 +1,124 @@
+"""Which expert goes to which rank, by measured load. Pure functions of numbers: every rank computes the same, and none communicates.
+
+Two things take a rank's time, and it overlaps them: with many tokens the rows of its experts, with few the weights of those that are read
+at all. The usual measure, rows, is wrong for decoding: there every expert that has a token costs the same.
+
+A rank keeps as many experts as it has, so that no Parameter changes its shape. Experts are swapped, the best pair first, between the rank
+that takes longest and others, which moves few of them (EPLB, DeepSeek 2025, packs all of them anew).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moefuse.parallel.placement import Placement
+
+ENOUGH = 1.01
+"""Ranks are balanced where the busiest takes so many times what they take on average."""
+_LIGHT = 4
+"""Ranks with the least to do that are asked first for an expert in return."""
+_ASSUMED = json.loads(Path(__file__).with_name("links.json").read_text())["rates"]
+
+Work = tuple[float, float]
+"""Microseconds of an expert in a call: (its rows, its weights)."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """An expert that changes places; slots are ``rank * L + local``."""
+
+    expert: int
+    source: int
+    target: int
+
+
+def work_of(counts: Sequence[int], calls: int, numbers: int, itemsize: int) -> list[Work]:
+    """What each of E experts takes in a call of a layer.
+
+    Args:
+        counts: [E], how often each was chosen, in all calls, by the tokens of all ranks.
+        calls: in how many calls that was.
+        numbers: of the weights of one expert on one rank.
+        itemsize: bytes of one of them.
+    """
+    total = sum(counts)
+    rows = total / max(calls, 1)
+    row, read = 2 * numbers / _ASSUMED["flops_per_us"], numbers * itemsize / _ASSUMED["bytes_per_us"]
+    shares = [count / max(total, 1) for count in counts]
+    return [(rows * share * row, (1 - (1 - share) ** rows) * read) for share in shares]
+
+
+def times(placement: Placement, work: Sequence[Work]) -> list[float]:
+    """Microseconds of each rank in a call."""
+    return [max(sum(work[e][0] for e in held), sum(work[e][1] for e in held)) for held in placement.ranks]
+
+
+def unbalance(placement: Placement, work: Sequence[Work]) -> float:
+    """How many times longer than on average the busiest rank takes; 1 is the best that there is."""
+    every = times(placement, work)
+    mean = sum(every) / len(every)
+    return max(every) / mean if mean else 1.0
+
+
+def balanced(placement: Placement, work: Sequence[Work], enough: float = ENOUGH) -> Placement:
+    """A placement whose busiest rank takes no longer than before, and where possible ``enough`` times the mean; each rank has as many
+    experts as before. Experts that stay keep their slots."""
+    held = [list(rank) for rank in placement.ranks]
+    sums = [(sum(work[e][0] for e in rank), sum(work[e][1] for e in rank)) for rank in held]
+    while True:
+        every = [max(one) for one in sums]
+        busiest = max(range(len(every)), key=every.__getitem__)
+        if every[busiest] <= enough * sum(every) / len(every):
+            break
+        others = sorted((r for r in range(len(every)) if r != busiest), key=every.__getitem__)
+        swap = _best(held, sums, work, busiest, others[:_LIGHT]) or _best(held, sums, work, busiest, others[_LIGHT:])
+        if swap is None:
+            break
+        mine, other, its = swap
+        given, taken = held[busiest][mine], held[other][its]
+        sums[busiest], sums[other] = _less(sums[busiest], work[given], work[taken]), _less(sums[other], work[taken], work[given])
+        held[busiest][mine], held[other][its] = taken, given
+    ranks = tuple(_in_place(before, after) for before, after in zip(placement.ranks, held, strict=True))
+    return placement if ranks == placement.ranks else replace(placement, name="balanced", ranks=ranks)
+
+
+def _best(
+    held: Sequence[Sequence[int]], sums: Sequence[Work], work: Sequence[Work], busiest: int, others: Sequence[int]
+) -> tuple[int, int, int] | None:
+    """(slot of the busiest rank, another rank, its slot): the swap after which the two take the least; None where each takes longer."""
+    found, least = None, max(sums[busiest]) * (1 - 1e-9)
+    for mine, expert in enumerate(held[busiest]):
+        for other in others:
+            for its, instead in enumerate(held[other]):
+                takes = max(*_less(sums[busiest], work[expert], work[instead]), *_less(sums[other], work[instead], work[expert]))
+                if takes < least:
+                    found, least = (mine, other, its), takes
+    return found
+
+
+def _less(total: Work, less: Work, more: Work) -> Work:
+    return total[0] - less[0] + more[0], total[1] - less[1] + more[1]
+
+
+def _in_place(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
+    """The experts of a rank, those that stay where they were."""
+    new = iter(sorted(set(after) - set(before)))
+    return tuple(expert if expert in after else next(new) for expert in before)
+
+
+def moves(before: Placement, after: Placement) -> list[list[Move]]:
+    """What changes places, in rings: each expert of one goes where the next of it was, so that a ring can be moved by itself."""
+    slots, at = after.table(), {slot: expert for expert, slot in enumerate(before.table())}
+    left = {slot: expert for slot, expert in at.items() if slots[expert] != slot}
+    rings = []
+    while left:
+        slot, ring = next(iter(left)), []
+        while slot in left:
+            expert = left.pop(slot)
+            ring.append(Move(expert, slot, slots[expert]))
+            slot = slots[expert]
+        rings.append(ring)
+    return rings

@@ -1,0 +1,51 @@
+"""``plan.balance``: what a compiled model computes stays, whatever rank has an expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.dist import balanced, layers
+from tests.dist.workers import Workers
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"max_tokens": 16}, {"tokens": "replicated"}, {"transport": "all_to_all", "placement": "round_robin"}, {"transport": "gather"}],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+def test_moved(two: Workers, kind: type[nn.Module], how: dict[str, Any]) -> None:
+    found = two.run(balanced.moved, kind, how)
+    assert found[0]["places"] == found[1]["places"]
+    assert len({str(place) for place in found[0]["places"]}) > 2, "experts do move"
+    for off in found:
+        assert off.pop("graphs") == 0, "nothing is compiled anew"
+        off.pop("places")
+        assert {what: error for what, error in off.items() if error > 1e-5} == {}
+
+
+def test_by_measured_load(two: Workers) -> None:
+    """Counts are of a rank's own tokens, the plan is of all; ``layers=1`` leaves the other layer to the next call."""
+    found = two.run(balanced.by_measured_load, layers.Stacked)
+    for one in found:
+        assert sorted(one["load"]) == sorted(one["names"])
+        assert all(sum(calls[0]) == 400 * layers.K for calls in one["load"].values())
+        assert one["off"] < 1e-5
+        assert (one["first"], one["then"]) == (1, 2)
+        assert one["said"].count("ep=2 balanced, 3 of 6 experts here, allgather") == 2
+    assert found[0]["load"] != found[1]["load"]
+    assert found[0]["said"] == found[1]["said"]
+
+
+def test_refusals(two: Workers) -> None:
+    for said in two.run(balanced.refusals):
+        floats, many, grads, optimizer, nothing, odd = said
+        assert "the load of first has to be counts [calls, 6], integers from 0 on" in floats
+        assert "the load of first has to be counts" in many
+        assert "experts of first have gradients, which stay where they are: balance behind zero_grad()" in grads
+        assert "an optimizer (SGD) has the experts of first, and its states do not move" in optimizer
+        assert nothing == "nothing"
+        assert "first has 5 experts on 2 ranks: balance needs equally many on each" in odd
