@@ -15,8 +15,8 @@ from moefuse.errors import ParallelError
 from moefuse.parallel import moves
 from moefuse.parallel.balance import ENOUGH
 from moefuse.parallel.placement import Placement
-from moefuse.runtime.groups import Terms
 from moefuse.parallel.where import Where
+from moefuse.runtime.groups import Terms
 
 
 @dataclass(frozen=True)
