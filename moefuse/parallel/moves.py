@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moefuse.errors import ParallelError
 from moefuse.parallel.balance import Move, balanced, moves, unbalance, work_of
@@ -41,20 +40,37 @@ class Balanced:
 
 
 def planned(modules: Iterable[nn.Module], load: Load, enough: float) -> list[Balanced]:
-    """What is to be moved, the layers that gain most first; a collective call. All ranks come to the same."""
+    """What is to be moved, the layers that gain most first; a collective call. All ranks come to the same.
+
+    Raises:
+        ParallelError: on all ranks, if one of them refuses, or none has a load of any layer.
+    """
+    spread = {module: held.where for module in dict.fromkeys(modules) if (held := held_of(module)) is not None and held.where.terms}
+    refused, counts = "", {}
+    try:
+        counts = {module: _counts(where, load) for module, where in spread.items()}
+        _may_move([where for module, where in spread.items() if counts[module] is not None])
+    except ParallelError as error:
+        refused = str(error)
+    told = _of_all(spread, counts, bool(refused))
+    if refused:
+        raise ParallelError(refused)
+    if told is None:
+        raise ParallelError("another rank refuses to balance, and its own error says why; nothing has moved")
+    if not told:
+        raise ParallelError(f"the load has {_some(load)}, and the plan {_some(where.layer for where in spread.values())}")
     found = []
-    for module in dict.fromkeys(modules):
-        held = held_of(module)
-        counts = _counts(held.where, load) if held is not None and held.where.terms else None
-        if held is None or counts is None:
-            continue
-        _may_move(held.where)
-        total, calls = _of_all(held.where, module, counts)
+    for module, (total, calls) in told.items():
+        where, held = spread[module], _held(module)
         work = work_of(total, calls, *_expert(module, held))
-        placement = balanced(held.where.placement, work, enough)
-        if placement is not held.where.placement:
-            found.append(Balanced(held.where, placement, unbalance(held.where.placement, work), unbalance(placement, work)))
+        placement = balanced(where.placement, work, enough)
+        if placement is not where.placement:
+            found.append(Balanced(where, placement, unbalance(where.placement, work), unbalance(placement, work)))
     return sorted(found, key=lambda one: one.after - one.before)
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join([name or "''" for name in names][:3]) or "no layer"
 
 
 def _counts(where: Where, load: Load) -> Tensor | None:
@@ -62,41 +78,72 @@ def _counts(where: Where, load: Load) -> Tensor | None:
     named = [name for name in load if f"{name}.".startswith(f"{where.layer}.") or f"{where.layer}.".startswith(f"{name}.") or not name]
     if not named:
         return None
-    found = torch.as_tensor(load[where.layer if where.layer in load else max(named, key=len)], device="cpu")
+    wrong = f"the load of {where.layer or 'the layer'} has to be counts [calls, {where.experts}], integers from 0 on"
+    try:
+        found = torch.as_tensor(load[where.layer if where.layer in load else max(named, key=len)], device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise ParallelError(wrong) from None
     counts = found[None] if found.dim() == 1 else found
     if counts.dim() != 2 or counts.is_floating_point() or counts.shape[1] > where.experts or bool((counts < 0).any()):
-        raise ParallelError(f"the load of {where.layer or 'the layer'} has to be counts [calls, {where.experts}], integers from 0 on")
+        raise ParallelError(wrong)
     return nn.functional.pad(counts.long(), (0, where.experts - counts.shape[1]))
 
 
-def _may_move(where: Where) -> None:
-    if where.experts % where.placement.world:
-        raise ParallelError(
-            f"{where.layer} has {where.experts} experts on {where.placement.world} ranks: balance needs equally many on each"
-        )
-    for module in holding(where):
-        own: list[Any] = [module._parameters[name] for name in _held(module).names.values()]
-        if any(p.grad is not None for p in own):
-            raise ParallelError(f"experts of {where.layer} have gradients, which stay where they are: balance behind zero_grad()")
-        kind = in_optimizer({id(p) for p in own})
-        if kind is not None:
+def _may_move(layers: Iterable[Where]) -> None:
+    every: dict[int, Where] = {}
+    for where in layers:
+        if where.experts % where.placement.world:
             raise ParallelError(
-                f"an optimizer ({kind}) has the experts of {where.layer}, and its states do not move: balance is for inference"
+                f"{where.layer} has {where.experts} experts on {where.placement.world} ranks: balance needs equally many on each"
             )
-        if any(isinstance(p, DTensor) and len(p.placements) != where.mesh.ndim for p in own):
-            raise ParallelError(f"FSDP has sharded the experts of {where.layer} once more: balance does not know its shards")
+        for parameter in _parameters(where):
+            every[id(parameter)] = where
+            if parameter.grad is not None:
+                raise ParallelError(f"experts of {where.layer} have gradients, which stay where they are: balance behind zero_grad()")
+            if len(parameter.placements) != where.mesh.ndim:
+                raise ParallelError(f"FSDP has sharded the experts of {where.layer} once more: balance does not know its shards")
+            if parameter.is_meta or parameter.is_inference():
+                what = "no values yet" if parameter.is_meta else "been made in inference mode, where torch writes nothing else"
+                raise ParallelError(f"experts of {where.layer} have {what}: they cannot move")
+    kind = in_optimizer(set(every))
+    if kind is not None:
+        layer = next(iter(every.values())).layer
+        raise ParallelError(f"an optimizer ({kind}) has experts, as of {layer}, and its states do not move: balance is for inference")
 
 
-def _of_all(where: Where, module: nn.Module, counts: Tensor) -> tuple[list[int], int]:
-    """([E] of the tokens of all ranks, the calls in which they were counted)."""
-    parameter: Any = next(p for p in module._parameters.values() if isinstance(p, DTensor))
-    sums = torch.cat([counts.sum(0), torch.tensor([len(counts)])]).to(parameter.to_local().device)
-    for dim in range(where.mesh.ndim):
-        collectives.all_reduce(sums, where.mesh.get_group(dim))
-    *total, calls = sums.tolist()
-    # Each rank has counted the same calls, and where ranks have equal tokens, all of them the same tokens.
-    ranks = where.mesh.size()
-    return [count // ranks for count in total] if Terms.parse(where.terms).tokens == "replicated" else total, max(calls // ranks, 1)
+def _parameters(where: Where) -> list[Any]:
+    """What holds rows of a layer, copies of the model's too, each once: modules may share them."""
+    own = (module._parameters[name] for module in holding(where) for name in _held(module).names.values())
+    return list({id(parameter): parameter for parameter in own}.values())
+
+
+def _of_all(
+    spread: Mapping[nn.Module, Where], counts: Mapping[nn.Module, Tensor | None], refused: bool
+) -> dict[nn.Module, tuple[list[int], int]] | None:
+    """([E] of the tokens of all ranks, the calls in which they were counted) of each layer that some rank has a load of, in one exchange
+    for each mesh; None if some rank refuses."""
+    found: dict[nn.Module, tuple[list[int], int]] = {}
+    stopped = False
+    for mesh in dict.fromkeys(where.mesh for where in spread.values()):
+        some = {module: where for module, where in spread.items() if where.mesh == mesh}
+        parts = []
+        for module, where in some.items():
+            own = counts.get(module)
+            parts.append(
+                torch.zeros(where.experts + 2, dtype=torch.int64) if own is None else torch.cat([own.sum(0), torch.tensor([len(own), 1])])
+            )
+        sums = torch.cat([*parts, torch.tensor([int(refused)])]).to(_parameters(next(iter(some.values())))[0].to_local().device)
+        for dim in range(mesh.ndim):
+            collectives.all_reduce(sums, mesh.get_group(dim))
+        *numbers, stops = sums.tolist()
+        stopped = stopped or stops > 0
+        for module, where in some.items():
+            total, (calls, ranks), numbers = numbers[: where.experts], numbers[where.experts :][:2], numbers[where.experts + 2 :]
+            # Where ranks have equal tokens, all of them have counted the same.
+            each = ranks if Terms.parse(where.terms).tokens == "replicated" else 1
+            if ranks:
+                found[module] = [count // each for count in total], max(calls // ranks, 1)
+    return None if stopped else found
 
 
 def _expert(module: nn.Module, held: Held) -> tuple[int, int]:
@@ -112,10 +159,8 @@ def move(change: Balanced) -> None:
     where = change.where
     group, rings = Terms.parse(where.terms).group, moves(where.placement, change.placement)
     try:
-        for module in holding(where):
-            for name in _held(module).names.values():
-                parameter: Any = module._parameters[name]
-                _exchange(parameter.to_local(), rings, group, where.placement.slots)
+        for parameter in _parameters(where):
+            _exchange(parameter.to_local(), rings, group, where.placement.slots)
     except BaseException as error:
         group.standing.leave(f"experts of {where.layer} were on their way between ranks: {error}")
         raise

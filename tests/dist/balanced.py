@@ -48,7 +48,8 @@ def load_of(plan: Any, hot: int) -> dict[str, list[int]]:
 def moved(rank: int, kind: type[nn.Module], how: dict[str, Any]) -> dict[str, Any]:
     """What is other than on one process behind each of several balances; how often a graph was compiled for them."""
     model, single, plan = _model(kind, **how)
-    twin = copy.deepcopy(model)
+    twin, shallow = copy.deepcopy(model), copy.copy(model)
+    shallow.first = copy.copy(model.first)  # of the same Parameters, which move once
     run, same = compiled(model), how.get("tokens") == "replicated"
     off: dict[str, Any] = {"places": []}
     with torch.no_grad():
@@ -64,6 +65,7 @@ def moved(rank: int, kind: type[nn.Module], how: dict[str, Any]) -> dict[str, An
         off["moved memory"] = float(before != {name: p.to_local().data_ptr() for name, p in _own(model)})
         off["eager"] = float((model(x) - single(x)).abs().max())
         off["copy"] = float((twin(x) - single(x)).abs().max())
+        off["shallow"] = float((shallow(x) - single(x)).abs().max())
     wanted, found = single.state_dict(), moefuse.full_state_dict(model)
     off["state"] = float(max((found[key] - wanted[key]).abs().max() for key in wanted)) if rank == 0 else 0.0
     other = {key: 0.3 * torch.randn(value.shape, generator=torch.Generator().manual_seed(7)) for key, value in wanted.items()}
@@ -125,6 +127,11 @@ def refusals(rank: int) -> list[str]:
     refused(load)
     del optimizer
     refused({})
+    refused({"third": [1] * E})
+    refused(load if rank else {plan.layers[0].name: [-1] * E})
+    before = [layer.placement for layer in plan.layers]
+    after = plan.balance(load if rank else {})  # a rank without tokens has run no layer
+    said.append(str(before != [layer.placement for layer in after.layers]))
     torch.manual_seed(0)
     odd = layers.Model(layers.Stacked, E - 1)
     plan = moefuse.parallelize(odd, scenes.mesh())

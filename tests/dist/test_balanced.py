@@ -41,11 +41,14 @@ def test_by_measured_load(two: Workers) -> None:
 
 
 def test_refusals(two: Workers) -> None:
-    for said in two.run(balanced.refusals):
-        floats, many, grads, optimizer, nothing, odd = said
+    for rank, said in enumerate(two.run(balanced.refusals)):
+        floats, many, grads, optimizer, nothing, third, one, moved, odd = said
         assert "the load of first has to be counts [calls, 6], integers from 0 on" in floats
         assert "the load of first has to be counts" in many
         assert "experts of first have gradients, which stay where they are: balance behind zero_grad()" in grads
-        assert "an optimizer (SGD) has the experts of first, and its states do not move" in optimizer
-        assert nothing == "nothing"
+        assert "an optimizer (SGD) has experts, as of first, and its states do not move: balance is for inference" in optimizer
+        assert nothing == "the load has no layer, and the plan first, second"
+        assert third == "the load has third, and the plan first, second"
+        assert ("another rank refuses to balance" if rank else "the load of first has to be counts") in one
+        assert moved == "True"
         assert "first has 5 experts on 2 ranks: balance needs equally many on each" in odd
