@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moefuse.parallel.balance import balanced, times, work_of
+from moefuse.parallel.balance import balanced, moves, times, work_of
 from moefuse.parallel.placement import Placement, linear
 
 H, I, K = 2048, 768, 8  # noqa: E741  (the letters of moefuse.spec)
@@ -64,12 +64,8 @@ def simulated(world: int, tokens: int, power: float) -> dict[str, object]:
     work = work_of(counts.long().tolist(), 1, 3 * H * I, 2)
     after = balanced(before, work)
     slowest = [max(times(place, work)) for place in (before, after)]
-    found = {"ranks": world, "experts": experts, "tokens": tokens, "zipf": power, "moved": sum(a != b for a, b in _pairs(before, after))}
+    found = {"ranks": world, "experts": experts, "tokens": tokens, "zipf": power, "moved": sum(map(len, moves(before, after)))}
     return {**found, "before": traffic(before, seen, tokens), "after": traffic(after, seen, tokens), "us": [round(t, 1) for t in slowest]}
-
-
-def _pairs(before: Placement, after: Placement) -> list[tuple[int, int]]:
-    return list(zip(before.table(), after.table(), strict=True))
 
 
 def main() -> None:

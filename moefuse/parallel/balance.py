@@ -9,18 +9,16 @@ that takes longest and others, which moves few of them (EPLB, DeepSeek 2025, pac
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from moefuse.parallel.cost import products_us, reading_us
 from moefuse.parallel.placement import Placement
 
 ENOUGH = 1.01
 """Ranks are balanced where the busiest takes so many times what they take on average."""
 _LIGHT = 4
 """Ranks with the least to do that are asked first for an expert in return."""
-_ASSUMED = json.loads(Path(__file__).with_name("links.json").read_text())["rates"]
 
 Work = tuple[float, float]
 """Microseconds of an expert in a call: (its rows, its weights)."""
@@ -46,14 +44,18 @@ def work_of(counts: Sequence[int], calls: int, numbers: int, itemsize: int) -> l
     """
     total = sum(counts)
     rows = total / max(calls, 1)
-    row, read = 2 * numbers / _ASSUMED["flops_per_us"], numbers * itemsize / _ASSUMED["bytes_per_us"]
+    row, read = products_us(1, numbers), reading_us(numbers * itemsize)
     shares = [count / max(total, 1) for count in counts]
     return [(rows * share * row, (1 - (1 - share) ** rows) * read) for share in shares]
 
 
 def times(placement: Placement, work: Sequence[Work]) -> list[float]:
     """Microseconds of each rank in a call."""
-    return [max(sum(work[e][0] for e in held), sum(work[e][1] for e in held)) for held in placement.ranks]
+    return [max(one) for one in _sums(placement, work)]
+
+
+def _sums(placement: Placement, work: Sequence[Work]) -> list[Work]:
+    return [(sum(work[e][0] for e in held), sum(work[e][1] for e in held)) for held in placement.ranks]
 
 
 def unbalance(placement: Placement, work: Sequence[Work]) -> float:
@@ -67,7 +69,7 @@ def balanced(placement: Placement, work: Sequence[Work], enough: float = ENOUGH)
     """A placement whose busiest rank takes no longer than before, and where possible ``enough`` times the mean; each rank has as many
     experts as before. Experts that stay keep their slots."""
     held = [list(rank) for rank in placement.ranks]
-    sums = [(sum(work[e][0] for e in rank), sum(work[e][1] for e in rank)) for rank in held]
+    sums = _sums(placement, work)
     while True:
         every = [max(one) for one in sums]
         busiest = max(range(len(every)), key=every.__getitem__)

@@ -88,6 +88,16 @@ def waits_us() -> float:
     return float(_table()["exact_splits_us"])
 
 
+def products_us(rows: float, numbers: int) -> float:
+    """Microseconds of the products of many rows with experts of ``numbers`` weights each."""
+    return float(2 * rows * numbers / _table()["rates"]["flops_per_us"])
+
+
+def reading_us(size: float) -> float:
+    """Microseconds of reading ``size`` bytes of weights for few rows."""
+    return float(size / _table()["rates"]["bytes_per_us"])
+
+
 def cheapest(tokens: int | None, row: int, experts: int, world: int, hosts: int, shared: bool = False) -> str:
     """The transport for distinct tokens.
 

@@ -45,24 +45,24 @@ def planned(modules: Iterable[nn.Module], load: Load, enough: float) -> list[Bal
     Raises:
         ParallelError: on all ranks, if one of them refuses, or none has a load of any layer.
     """
-    spread = {module: held.where for module in dict.fromkeys(modules) if (held := held_of(module)) is not None and held.where.terms}
+    spread = {module: held for module in dict.fromkeys(modules) if (held := held_of(module)) is not None and held.where.terms}
     refused, counts = "", {}
     try:
-        counts = {module: _counts(where, load) for module, where in spread.items()}
-        _may_move([where for module, where in spread.items() if counts[module] is not None])
+        counts = {module: _counts(held.where, load) for module, held in spread.items()}
+        _may_move([held.where for module, held in spread.items() if counts[module] is not None])
     except ParallelError as error:
         refused = str(error)
-    told = _of_all(spread, counts, bool(refused))
+    told = _of_all({module: held.where for module, held in spread.items()}, counts, bool(refused))
     if refused:
         raise ParallelError(refused)
     if told is None:
         raise ParallelError("another rank refuses to balance, and its own error says why; nothing has moved")
     if not told:
-        raise ParallelError(f"the load has {_some(load)}, and the plan {_some(where.layer for where in spread.values())}")
+        raise ParallelError(f"the load has {_some(load)}, and the plan {_some(held.where.layer for held in spread.values())}")
     found = []
     for module, (total, calls) in told.items():
-        where, held = spread[module], _held(module)
-        work = work_of(total, calls, *_expert(module, held))
+        where = spread[module].where
+        work = work_of(total, calls, *_expert(module, spread[module]))
         placement = balanced(where.placement, work, enough)
         if placement is not where.placement:
             found.append(Balanced(where, placement, unbalance(where.placement, work), unbalance(placement, work)))
@@ -113,7 +113,7 @@ def _may_move(layers: Iterable[Where]) -> None:
 
 def _parameters(where: Where) -> list[Any]:
     """What holds rows of a layer, copies of the model's too, each once: modules may share them."""
-    own = (module._parameters[name] for module in holding(where) for name in _held(module).names.values())
+    own = (module._parameters[name] for module, held in holding(where).items() for name in held.names.values())
     return list({id(parameter): parameter for parameter in own}.values())
 
 
@@ -126,24 +126,27 @@ def _of_all(
     stopped = False
     for mesh in dict.fromkeys(where.mesh for where in spread.values()):
         some = {module: where for module, where in spread.items() if where.mesh == mesh}
-        parts = []
-        for module, where in some.items():
-            own = counts.get(module)
-            parts.append(
-                torch.zeros(where.experts + 2, dtype=torch.int64) if own is None else torch.cat([own.sum(0), torch.tensor([len(own), 1])])
-            )
+        parts = [_told(where, counts.get(module)) for module, where in some.items()]
         sums = torch.cat([*parts, torch.tensor([int(refused)])]).to(_parameters(next(iter(some.values())))[0].to_local().device)
         for dim in range(mesh.ndim):
             collectives.all_reduce(sums, mesh.get_group(dim))
-        *numbers, stops = sums.tolist()
-        stopped = stopped or stops > 0
-        for module, where in some.items():
-            total, (calls, ranks), numbers = numbers[: where.experts], numbers[where.experts :][:2], numbers[where.experts + 2 :]
+        *every, stops = sums.cpu().split([*map(len, parts), 1])
+        stopped = stopped or bool(stops)
+        for (module, where), (*total, calls, ranks) in zip(some.items(), map(Tensor.tolist, every), strict=True):
             # Where ranks have equal tokens, all of them have counted the same.
             each = ranks if Terms.parse(where.terms).tokens == "replicated" else 1
             if ranks:
                 found[module] = [count // each for count in total], max(calls // ranks, 1)
     return None if stopped else found
+
+
+def _told(where: Where, counts: Tensor | None) -> Tensor:
+    """[E + 2]: what ranks add up for a layer, its counts, the calls, and whether this rank has any."""
+    told = torch.zeros(where.experts + 2, dtype=torch.int64)
+    if counts is not None:
+        told[:-2] = counts.sum(0)
+        told[-2:] = torch.tensor([len(counts), 1])
+    return told
 
 
 def _expert(module: nn.Module, held: Held) -> tuple[int, int]:
@@ -165,12 +168,6 @@ def move(change: Balanced) -> None:
         group.standing.leave(f"experts of {where.layer} were on their way between ranks: {error}")
         raise
     where.move(change.placement)
-
-
-def _held(module: nn.Module) -> Held:
-    held = held_of(module)
-    assert held is not None
-    return held
 
 
 def _exchange(rows: Tensor, rings: Sequence[Sequence[Move]], group: Group, slots: int) -> None:

@@ -48,10 +48,11 @@ def _where(module: nn.Module) -> Where:
     return held.where
 
 
-def holding(where: Where) -> list[nn.Module]:
+def holding(where: Where) -> dict[nn.Module, Held]:
     """The modules that hold rows of a layer, copies of the model's too, in the order in which they came to be: the same on all ranks."""
     where.holders[:] = [weak for weak in where.holders if weak() is not None]
-    return [module for weak in where.holders if (module := weak()) is not None and held_of(module) is not None]
+    found = {module: held_of(module) for weak in where.holders if (module := weak()) is not None}
+    return {module: held for module, held in found.items() if held is not None and held.where is where}
 
 
 def holders_of(model: nn.Module) -> dict[nn.Module, Held]:
@@ -134,7 +135,7 @@ def _settle(module: nn.Module) -> None:
     if held is None:
         return
     where = held.where
-    if all(module is not known for known in holding(where)):
+    if module not in holding(where):
         where.holders.append(weakref.ref(module))
     parameters: list[Any] = [p for name in held.names.values() if isinstance(p := module._parameters.get(name), DTensor)]
     for parameter in parameters:

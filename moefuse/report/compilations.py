@@ -83,8 +83,7 @@ class _Compilation:
 
     def whole(self) -> FusionReport:
         """The report with all modules that it is about, less what ran otherwise since."""
-        report = self.report if self.served is None else self.served.applied(self.report)
-        self.times = {} if self.served is None else self.served.times(self.report)
+        report, self.times = (self.report, {}) if self.served is None else self.served.applied(self.report)
         kept = [f for f in report.fused if self.lost.get((f.module, f.location), 0) <= self.when(f.module)] if self.lost else report.fused
         return dataclasses.replace(report, fused=kept)
 
@@ -195,8 +194,8 @@ class Compilations:
             refused = {f.module for f in known.report.fused if _refused_since(f.module, known, latest)}
             known.report, report.fused = _less(known.report, refused), _less(report, refused).fused
         for known, report in zip(latest, left, strict=True):
-            instead = [f for other in latest if alike(other.mode, known.mode) for f in other.report.fused]
             others = [other for other in latest if alike(other.mode, known.mode)]
+            instead = [f for other in others for f in other.report.fused]
             told = known.frame in TOLD
             same = [other for other in latest if other.frame == known.frame or told or not alike(other.mode, known.mode)]
             kept = [s for s in report.skipped if not done_instead(s, instead) and not _fused_since(s.module, known, others)]

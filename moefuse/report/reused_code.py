@@ -86,17 +86,15 @@ class Served:
                 return found._parameters.get(own)
         return None
 
-    def applied(self, report: FusionReport) -> FusionReport:
-        """The report with each item once for each module that the graph has run."""
-        others = [name for name, _ in self._names() if name != self.name]
+    def applied(self, report: FusionReport) -> tuple[FusionReport, dict[str, int]]:
+        """The report with each item once for each module that the graph has run, and when each of these ran last."""
+        names = self._names()
+        others = [name for name, _ in names if name != self.name]
         fused = [replace(f, module=renamed(f.module, self.name, other)) for other in others for f in report.fused]
         skipped = [self._borrowed(s, renamed(s.module, self.name, other)) for other in others for s in report.skipped]
-        return replace(report, fused=report.fused + fused, skipped=report.skipped + skipped)
-
-    def times(self, report: FusionReport) -> dict[str, int]:
-        """When each module of the report as it was compiled, and those that have run its code, ran last."""
         modules = [*(f.module for f in report.fused), *(s.module for s in report.skipped)]
-        return {renamed(module, self.name, name): seen.last for name, seen in self._names() if seen is not None for module in modules}
+        times = {renamed(module, self.name, name): seen.last for name, seen in names if seen is not None for module in modules}
+        return replace(report, fused=report.fused + fused, skipped=report.skipped + skipped), times
 
     def _borrowed(self, skipped: Skipped, module: str) -> Skipped:
         """A refusal of another module; where that is of another class, the reason is the first one's."""
