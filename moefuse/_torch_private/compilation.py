@@ -222,7 +222,8 @@ def given_fakes() -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     given = torch.utils._pytree.tree_leaves((known.args, known.kwargs, dict(known.local_scope)))
-    first = (next(value.parameters(), None) for value in given if isinstance(value, torch.nn.Module))
+    modules = (value for value in given if isinstance(value, torch.nn.Module) and hasattr(value, "_parameters"))  # not in its __init__
+    first = (next(value.parameters(), None) for value in modules)
     return any(isinstance(value, FakeTensor) for value in (*given, *first))
 
 

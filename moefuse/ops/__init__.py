@@ -17,6 +17,7 @@ from moefuse.ops import (
     shared as _shared,  # noqa: F401  (defines its ops)
     slices as _slices,  # noqa: F401  (defines its ops)
     unpacked as _unpacked,  # noqa: F401  (defines its op)
+    whole as _whole,  # noqa: F401  (defines its ops)
 )
 from moefuse.ops.meaning.activations import ACTIVATIONS, Activation
 from moefuse.ops.meaning.reference import experts_reference

@@ -65,6 +65,8 @@ SCHEMAS: tuple[str, ...] = (
     "gathered_slices_backward(Tensor grad, int axis, int blocks, str terms) -> Tensor",
     "on_one_rank(Tensor x, str terms) -> Tensor",
     "on_one_rank_backward(Tensor grad, str terms) -> Tensor",
+    "own_experts(Tensor whole, Tensor? place, int slots, int held, str terms) -> Tensor",
+    "own_experts_backward(Tensor grad, Tensor? place, int slots, str terms) -> Tensor",
     "ep_local_ids(Tensor ids, Tensor? place, int slots, str terms) -> Tensor",
     "ep_dispatch(Tensor[] rows, Tensor ids, Tensor? place, int slots, str terms, str layer, Tensor[]? trained=None) -> Tensor[]",
     "ep_combine(Tensor y, Tensor[] handle, SymInt tokens, str terms, str layer) -> Tensor",

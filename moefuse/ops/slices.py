@@ -21,7 +21,7 @@ from torch import Tensor
 from moefuse._torch_private import never_dead
 from moefuse.ops.autograd import below_autograd, not_recorded, ops, wants_grad
 from moefuse.ops.schema import implement
-from moefuse.runtime.collectives import all_reduce
+from moefuse.ops.whole import share
 from moefuse.runtime.groups import Terms, weight_of
 from moefuse.runtime.peers import peers, told
 from moefuse.runtime.transports.weights import all_slices, own_slice
@@ -85,10 +85,9 @@ def _like_x(x: Tensor, terms: str) -> Tensor:
 def _on_one_rank_backward(grad: Tensor, terms: str) -> Tensor:
     known = Terms.parse(terms)
     # Others' gradients are of nothing: their bias was zero.
-    share = grad.clone() if known.group.rank == 0 else torch.zeros_like(grad)
+    found = grad.clone() if known.group.rank == 0 else torch.zeros_like(grad)
     with peers(known, "reducing the gradients of experts", "on_one_rank_backward", [grad]):
-        all_reduce(share, known.group.process_group)
-    return share if known.tokens == "replicated" else share.mul_(1 / (known.group.size * known.scale()))
+        return share(found, known)
 
 
 class _OnOneRank(torch.autograd.Function):

@@ -27,7 +27,8 @@ class ReadOnly(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         target = args[0] if args else next(iter(kwargs.values()), None)
-        if isinstance(target, cls) and _writes(func):
+        to_itself = len(args) == 2 and args[0] is args[1]  # as ``parametrize`` sets what it registers
+        if isinstance(target, cls) and _writes(func) and not to_itself:
             raise ParallelError(
                 f"{target.moefuse_name} was written to, and is put together from all ranks each time it is read, so that this would be "
                 "lost: write before moefuse.parallelize, to the rows that are here (model.parameters()), or load a state_dict"

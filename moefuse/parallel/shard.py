@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moefuse.parallel import state, views
+from moefuse.parallel import away, state, views
 from moefuse.parallel.copies import watch
 from moefuse.parallel.find import Listed, Site, Stacked
 from moefuse.parallel.members import HOLDER, MEMBER, Member, copying, freezing, holder_of, member_of, members_of, unwrapped
@@ -114,7 +114,8 @@ def _body(kind: type[nn.Module], held: Held) -> dict[str, Any]:
         kind.__setstate__(self, found)
         _settle(self)
 
-    return {**of_state(kind, held.names, _where, _settle), "_apply": apply, "__setstate__": setstate}
+    parametrised = {} if held.listed else away.body(kind, held.names)
+    return {**of_state(kind, held.names, _where, _settle), **parametrised, "_apply": apply, "__setstate__": setstate}
 
 
 def _key(held: Held) -> Hashable:

@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moefuse import _torch_private
+from moefuse.capture.dynamo import parametrized
+from moefuse.capture.dynamo.registering import ORIGINAL
 from moefuse.errors import ParallelError
 from moefuse.parallel.read_only import read_only
 from moefuse.parallel.table import Table
@@ -80,11 +82,7 @@ def full(holder: nn.Module, name: str) -> Tensor:
     parameter: Any = holder._parameters.get(name)
     of: Of = getattr(holder, WAYS).of[name]
     if not isinstance(parameter, DTensor):
-        raise ParallelError(
-            f"{name} of {type(holder).__name__} is no DTensor any more: something has put another tensor in its place since "
-            "moefuse.parallelize, as a parametrization does, PEFT's target_parameters, torch.func.functional_call with full weights, or "
-            "DistributedDataParallel(device_mesh=...), which has to be called without it"
-        )
+        _gone(holder, name)
     if len(parameter.placements) > of[2]:
         return parameter
     if torch.compiler.is_compiling():
@@ -92,6 +90,30 @@ def full(holder: nn.Module, name: str) -> Tensor:
         return gather(parameter.to_local() if differs else _torch_private.local_part(parameter), of)
     found: Tensor = _in_eager(holder, parameter, name, of, _torch_private.in_compiled_call())
     return found
+
+
+parametrized.READERS.add(full.__code__)
+
+
+def _gone(holder: nn.Module, name: str) -> NoReturn:
+    if name in away(holder) and in_a_call():
+        raise AttributeError(f"{name} of {type(holder).__name__} is parametrised")
+    raise ParallelError(
+        f"{name} of {type(holder).__name__} is no DTensor any more: something has put another tensor in its place since "
+        "moefuse.parallelize, as a parametrization that stays, torch.func.functional_call with full weights, or "
+        "DistributedDataParallel(device_mesh=...), which has to be called without it"
+    )
+
+
+def away(holder: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that a call has parametrised, by name (``away.py``)."""
+    found: dict[str, nn.Parameter] = vars(holder).setdefault("_moefuse_away", {})
+    return found
+
+
+def in_a_call() -> bool:
+    """Whether a layer with spread experts runs as it is written."""
+    return _reads.get() is not None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -145,7 +167,6 @@ def with_properties(
     module.__class__ = subclass(type(module), {**{name: property(read) for name, read in properties.items()}, **body}, key)
 
 
-ORIGINAL = "_moefuse_original"
 ONCE = "_moefuse_gathers_once"
 """Of the class of a layer that gathers each weight once in a call (``calls.py``)."""
 

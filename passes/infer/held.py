@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from moefuse.ops.meaning.held import holds
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.sharded import is_root
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Expr, Leaf, rewritten, weight_leaves
 from moefuse.passes.ir.facts import View
@@ -52,7 +53,7 @@ def _before(ctx: Context, node: Node) -> tuple[Node, tuple[int, ...]] | None:
     call = ctx.calls.get(node)
     source = call.args[0] if call is not None and call.name == "to" else None
     view = ctx.fact(source) if isinstance(source, Node) and rounds(node, source) else None
-    if not isinstance(view, View) or view.root.op not in ("placeholder", "get_attr") or ctx.writes.get(ctx.storage[view.root]):
+    if not isinstance(view, View) or not is_root(view.root) or ctx.writes.get(ctx.storage[view.root]):
         return None
     if any(len(axis) != 1 or axis[0].kind != "d" for axis in view.axes):
         return None

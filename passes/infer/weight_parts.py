@@ -11,7 +11,6 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import Call, fake, tensor
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import CASTS, COPIES
-from moefuse.passes.graph.sharded import is_gathered
 from moefuse.passes.graph.sizes import same_shape, shape_of
 from moefuse.passes.graph.stacks import row_of
 from moefuse.passes.infer.state import Context
@@ -103,8 +102,6 @@ def check_plain(node: Node) -> None:
     known = tensor(node)
     if known is None or known.dim() not in (2, 3) or not known.dtype.is_floating_point or known.dtype.itemsize < 2:
         raise OtherError(node, f"{named(node)} is no weight")
-    if is_gathered(node):
-        raise OtherError(node, "it is sharded over processes")
 
 
 def leaf_of(ctx: Context, node: Node, times: Times) -> Leaf:

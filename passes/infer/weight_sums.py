@@ -19,6 +19,7 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import Call, fake, tensor
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import CASTS
+from moefuse.passes.graph.sharded import is_gathered
 from moefuse.passes.graph.sizes import same_shape, shape_of
 from moefuse.passes.graph.stacks import row_of
 from moefuse.passes.infer.state import Context
@@ -78,7 +79,7 @@ class _Reading:
         times = replace(times, depth=times.depth + 1)
         check_plain(value)
         node, call = self._made(value, reader)
-        if call is None or node is None:
+        if call is None or node is None or is_gathered(node):
             return [Addend(times.scale, times.by, (leaf_of(self.ctx, value, times),))]
         if self.grad and not self.ctx.mode[node].grad:
             if call.inplace:

@@ -239,7 +239,7 @@ class Lowering(Operands):
                 count = self.emit(torch.ops.aten.sym_size.int, order, 0)
                 return self.emit(torch.ops.moefuse.expert_rows.default, self.vectors(expr.vector), offsets, count)
             case SharedVector():
-                return expr.source
+                return self.shared(expr.source)
             case Slice():
                 index = (Ellipsis, slice(expr.start, expr.start + expr.step * (expr.length - 1) + 1, expr.step))
                 return self.emit(operator.getitem, self.rows(expr.child), index)

@@ -168,6 +168,10 @@ class Operands:
         found = self.emit(torch.stack, list(leaf.parts))
         return found if dtype in (None, fake(found).dtype) else self.emit(torch.Tensor.to, found, dtype)
 
+    def shared(self, source: Node) -> Node:
+        """One tensor, or number, for all experts."""
+        return source
+
     def apart(self, leaf: Leaf) -> bool:
         """Whether there is a tensor for each expert."""
         return bool(leaf.parts)

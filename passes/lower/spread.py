@@ -21,7 +21,7 @@ from moefuse.passes.graph.calls import fake, module_path, tensor
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.sharded import SLICES, Local, NotLocalError, gather_of, is_gathered, local_view, origin
 from moefuse.passes.graph.sizes import shape_of
-from moefuse.passes.ir.expr import Expr, Gate, Leaf, SharedVector, SlotWeight, Token, walk, weight_leaves
+from moefuse.passes.ir.expr import Expr, Gate, Leaf, SharedVector, SlotWeight, Token, computed_in, walk, weight_leaves
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower.lower import BySlot, Lowered, Lowering
 from moefuse.passes.match.templates import Body, match
@@ -93,27 +93,37 @@ def sharding(region: Region) -> Sharding | None:
         return Sharding(*_hops(first))
     if region.rest is not None:
         raise NotLocalError("some of the experts have no weights")
-    if any(leaf.zeros for leaf in leaves):
-        raise NotLocalError("some of the experts have no adapter")
-    shared = next((e for e in walk(region.expr) if isinstance(e, SharedVector)), None)
-    if shared is not None:
-        raise NotLocalError(f"{named(shared.source)} is one tensor for all experts, whose gradient would be that of some ranks")
     body = match(region.expr, trained=region.trained)
     added = None if body is None else body.last.bias  # behind the sum: no hidden unit has a part of it
     found = {leaf: hops_of(leaf, region.num_experts) for leaf in leaves if leaf is not added}
-    ways, held = {hops for hops, _ in found.values()}, {count for _, count in found.values()}
+    whole = [leaf for leaf, (hops, _) in found.items() if not hops]
+    if any(leaf.zeros for leaf in found if leaf not in whole):
+        raise NotLocalError("some of the experts have no adapter")
+    ways, held = ({found[leaf][at] for leaf in found if leaf not in whole} for at in (0, 1))
     if len(ways) != 1 or len(held) != 1:
-        whole = next((leaf for leaf, (hops, _) in found.items() if not hops), None)
-        if whole is not None:
-            name = named((whole.parts or (whole.source,))[0])
-            raise NotLocalError(f"{name} is whole on every rank, and weights beside it are not; as a Parameter [E, ..] it would be spread")
         raise NotLocalError("its weights are sharded in different ways")
     where = Sharding(ways.pop(), held.pop())
+    if where.sliced:
+        _of_slices(region, whole)
     if where.sliced and body is None:
         raise NotLocalError("slices of experts are for those that a template describes, with one sum over hidden units")
-    if added is not None and hops_of(added, region.num_experts) != (tuple(h for h in where.hops if h.place is not None), where.held):
+    if (
+        where.sliced
+        and added is not None
+        and hops_of(added, region.num_experts) != (tuple(h for h in where.hops if h.place is not None), where.held)
+    ):
         raise NotLocalError("its weights are sharded in different ways")
     return where
+
+
+def _of_slices(region: Region, whole: list[Leaf]) -> None:
+    """What ranks with slices of experts have whole is behind their sums, or nowhere."""
+    shared = next((e for e in walk(region.expr) if isinstance(e, SharedVector)), None)
+    if shared is not None:
+        raise NotLocalError(f"{named(shared.source)} is one tensor for all experts, of which ranks have slices")
+    if whole:
+        name = named((whole[0].parts or (whole[0].source,))[0])
+        raise NotLocalError(f"{name} is whole on every rank, and of weights beside it ranks have slices")
 
 
 def hops_of(leaf: Leaf, experts: int) -> tuple[tuple[Hop, ...], int]:
@@ -172,7 +182,7 @@ class Spread(Lowering):
         held = any(p is not None and (p.terms or p.weight.held is not None) for p in body.projections)
         self.as_one = self.as_one and not held
         if not self.as_one:
-            self.send([(body.token, self.dtype(body.first.weight))], [body.weight])
+            self.send([(body.token, computed_in(self.region.expr) or self.dtype(body.first.weight))], [body.weight])
         groups = 2 if body.gating == "merged" else 1
         for projection, side in ((body.first, 0), (body.up, 0), (body.last, 1)):
             if projection is None:
@@ -233,12 +243,14 @@ class Spread(Lowering):
         """This rank's parts of the weights: where one is trained, it is so on every rank, which nothing says of tokens."""
         found: dict[Node, None] = {}
         for leaf in weight_leaves(self.region.expr):
-            call = origin((leaf.parts or (leaf.source,))[0])
+            parts = leaf.parts or (leaf.source,)
+            call = origin(parts[0])
             while call is not None and is_gathered(call):
                 call = call.args[0]  # type: ignore[assignment]
-            if call is not None and not leaf.detached:
-                found[call] = None
-        return list(found)
+            if not leaf.detached:
+                found |= dict.fromkeys(parts if call is None else [call])
+        shared = (e.source for e in walk(self.region.expr) if isinstance(e, SharedVector))
+        return [node for node in (*found, *shared) if tensor(node) is not None]
 
     def ids(self) -> Node:
         return self.arrived.get("ids") or super().ids()
@@ -253,7 +265,28 @@ class Spread(Lowering):
         return self.arrived[_key(weight)] if self.arrived and _differs(weight) else super().slot_weights(weight)
 
     def numbers(self, leaf: Leaf, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Node:
-        return self.sources(leaf)[0]
+        if origin(leaf.parts[0]) is not None:
+            return self.sources(leaf)[0]
+        return self.own(super().numbers(leaf, dtype, device))
+
+    def shared(self, source: Node) -> Node:
+        placed = next((hop for hop in self.where.hops if hop.place is not None), None)
+        if placed is None or tensor(source) is None:
+            return source
+        return self.once(source, lambda: self.emit(torch.ops.moefuse.own_experts.default, source, None, 0, 0, placed.terms))
+
+    def own(self, whole: Node) -> Node:
+        """[held, ..]: this rank's rows of what every rank has of all experts, and one of zeros for each that is spare."""
+        placed = next((hop for hop in self.where.hops if hop.place is not None), None)
+        if placed is None:
+            return whole
+        how = placed.place, placed.slots, self.where.held, placed.terms
+        return self.padded(self.emit(torch.ops.moefuse.own_experts.default, whole, *how))
+
+    def padded(self, rows: Node) -> Node:
+        if not self.spare:
+            return rows
+        return self.emit(torch.nn.functional.pad, rows, (0, 0) * (fake(rows).dim() - 1) + (0, self.spare))
 
     def here(self) -> int:
         return self.where.held + self.spare
@@ -264,12 +297,21 @@ class Spread(Lowering):
     def sources(self, leaf: Leaf) -> list[Node]:
         parts = list(leaf.parts or (leaf.source,))
         if origin(parts[0]) is None:
-            return parts if len(parts) == 1 else [self.emit(torch.stack, parts)]
+            return [self.once(leaf, lambda: self.whole(leaf))]
         local = local_view(parts, self.region.num_experts, *self.units.get(leaf, (0, 1)))
-        rows = self.read(local)
-        if self.spare:
-            rows = self.emit(torch.nn.functional.pad, rows, (0, 0) * len(local.view.sizes) + (0, 1))
-        return [rows]
+        rows = self.padded(self.read(local))
+        return [self.emit(torch.detach, rows) if leaf.detached else rows]
+
+    def whole(self, leaf: Leaf) -> Node:
+        """What this rank's experts have of a weight of which every rank has all: with experts where the leaf has them."""
+        if leaf.parts and len(set(leaf.parts)) == 1 and not leaf.zeros:
+            one = self.emit(torch.unsqueeze, self.shared(leaf.parts[0]), 0)
+            return self.emit(torch.Tensor.expand, one, self.here(), *(-1 for _ in fake(one).shape[1:]))
+        found = super().sources(leaf)
+        rows = found[0] if len(found) == 1 and leaf.stacked and not leaf.zeros else self.emit(torch.stack, found)
+        if not leaf.along or rows is not found[0]:
+            return self.own(rows)
+        return self.emit(torch.movedim, self.own(self.emit(torch.movedim, rows, leaf.along, 0)), 0, leaf.along)
 
     def read(self, local: Local) -> Node:
         """[held, ..]: what a view is of this rank's part of a Parameter."""

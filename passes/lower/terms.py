@@ -79,7 +79,7 @@ def _scaled(low: Operands, term: LowRank, numbers: Sequence[float]) -> list[Node
 def _number(low: Operands, number: Number, like: Node) -> Node:
     """A number, or one for each expert as [E, 1, ..] in the dtype of ``like`` and with as many dimensions."""
     if isinstance(number, SharedVector):
-        return number.source
+        return low.shared(number.source)
     value = fake(like)
     return low.emit(torch.reshape, low.numbers(number.vector, value.dtype, value.device), (-1, *[1] * (value.dim() - 1)))
 
@@ -97,6 +97,6 @@ def _joined(low: Operands, factors: Sequence[list[Node]], dim: int) -> list[Node
 def _factor(low: Operands, leaf: Leaf) -> list[Node]:
     """A or B; one matrix for all experts is copied for each, and its gradient is the sum."""
     found = low.stack(leaf)
-    if leaf.zeros or not leaf.parts or len(set(leaf.parts)) > 1:
+    if leaf.zeros or not leaf.parts or len(set(leaf.parts)) > 1 or fake(found[0]).dim() > 2:
         return found
     return [low.emit(torch.Tensor.repeat, low.emit(torch.unsqueeze, found[0], 0), (len(leaf.parts), 1, 1))]

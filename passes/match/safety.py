@@ -14,7 +14,6 @@ from moefuse.passes.graph.masked_totals import STATISTIC
 from moefuse.passes.graph.modes import autocast_dtype
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import COPIES, LOOKS_AT, SIZE_QUERIES
-from moefuse.passes.graph.sharded import gather_of
 from moefuse.passes.infer.held import uncast
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Cast, Linear, Op, has_linear, walk, weight_leaves
@@ -209,7 +208,7 @@ def _types(ctx: Context, region: Region) -> Lost | None:
 
 
 def _computed_in(ctx: Context, region: Region) -> Lost | None:
-    """Each projection computes in the dtype of its weight, or all in one of 16 bits from weights in float32 that this process has.
+    """Each projection computes in the dtype of its weight, or all in one of 16 bits from weights in float32.
 
     Those that are multiplied as they are held compute in one; what is beside them is asked when it is lowered.
     """
@@ -226,8 +225,6 @@ def _computed_in(ctx: Context, region: Region) -> Lost | None:
         casts = "autocast inside the experts" if rounds else "rows and weights of the experts differ in dtype"
         if not holds(held, out):
             return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail=casts)
-        if gather_of(e.weight.parts or (e.weight.source,)) is not None:
-            return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail=f"{casts}, which are sharded")
     return None
 
 

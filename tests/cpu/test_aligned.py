@@ -101,6 +101,8 @@ OVER_RANKS = {
     "gathered_slices_backward",
     "on_one_rank",
     "on_one_rank_backward",
+    "own_experts",
+    "own_experts_backward",
     "ep_local_ids",
     "ep_dispatch",
     "ep_combine",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import moefuse
+from moefuse.parallel import views
 from moefuse.runtime import groups
 from tests.cpu.aligned_case import Aligned
 from tests.cpu.ops_case import Case
@@ -50,5 +51,8 @@ def gathered(rank: int, **how: Any) -> tuple[set[str], list[str]]:
     plan = moefuse.parallelize(model, scenes.mesh(), **how)
     with Aligned() as found:
         model(torch.randn(7, layers.H)).sum().backward()
-        ops.on_one_rank(torch.randn(7, requires_grad=True), plan.layers[0].terms[0].text).sum().backward()
+        terms = plan.layers[0].terms[0].text
+        ops.on_one_rank(torch.randn(7, requires_grad=True), terms).sum().backward()
+        place = getattr(model.first, views.PLACE, None)
+        ops.own_experts(torch.randn(5, 3, requires_grad=True), place, 3, len(plan.layers[0].here), terms).sum().backward()
     return found.seen, found.wrong

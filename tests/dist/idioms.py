@@ -149,13 +149,53 @@ class Odd(nn.Module):
         return out
 
 
+class Adapted(Stack):
+    """Low-rank terms that every rank has whole, as PEFT holds them: [R E, W] and [2 I, R E]."""
+
+    def __init__(self, experts: int, width: int) -> None:
+        super().__init__(experts, width)
+        self.a, self.b = nn.Parameter(torch.randn(3 * experts, width) * 0.3), nn.Parameter(torch.randn(2 * I, 3 * experts) * 0.3)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out, count = torch.zeros_like(x), len(self.gate_up)
+        a, b = self.a.reshape(count, 3, -1), self.b.reshape(2 * I, 3, count).permute(2, 0, 1)
+        gate_up = torch.baddbmm(self.gate_up, b, a, alpha=0.5)
+        for e in range(count):
+            token, slot = torch.where(ids == e)
+            gate, up = F.linear(x[token], gate_up[e]).chunk(2, -1)
+            out.index_add_(0, token, (F.linear(F.silu(gate) * up, self.down[e]) * weights[token, slot, None]).to(out.dtype))
+        return out
+
+
+class Scaled(Stack):
+    """A number and a bias of each expert that are no Parameters, and a vector for all experts."""
+
+    scale: Tensor
+    bias: Tensor
+
+    def __init__(self, experts: int, width: int) -> None:
+        super().__init__(experts, width)
+        self.register_buffer("scale", torch.rand(experts) + 0.5)
+        self.register_buffer("bias", torch.randn(experts, width))
+        self.tone = nn.Parameter(torch.rand(width))
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(len(self.gate_up)):
+            token, slot = torch.where(ids == e)
+            gate, up = F.linear(x[token], self.gate_up[e]).chunk(2, -1)
+            y = F.linear(F.silu(gate) * up, self.down[e]) * self.scale[e] + self.bias[e]
+            out.index_add_(0, token, (y * self.tone * weights[token, slot, None]).to(out.dtype))
+        return out
+
+
 BODIES: dict[str, type[nn.Module]] = {
-    body.__name__.lower(): body for body in (Loop, OnInput, Biased, Gathered, Dense, Sorted, List, Dict, Odd)
+    body.__name__.lower(): body for body in (Loop, OnInput, Biased, Gathered, Dense, Sorted, List, Dict, Odd, Adapted, Scaled)
 }
 ROUTERS = ("softmax", "sigmoid", "nested", "given")
 AROUND = ("nothing", "latent", "shared", "gated", "scaled", "twice")
 """``"twice"``: in the second pass the graph knows a number of tokens that experts of several ranks have been in front of."""
-ANY_IDS = ("loop", "biased", "list", "dict", "odd", "oninput")
+ANY_IDS = ("loop", "biased", "list", "dict", "odd", "oninput", "adapted", "scaled")
 """Bodies in which an expert may be named twice for a token, and a number that is no expert's means nothing."""
 
 

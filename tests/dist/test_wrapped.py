@@ -34,7 +34,7 @@ def test_ddp_of_one_dimension(two: Workers) -> None:
         two.run(wrapped.ddp_of_a_mesh)
         == [
             "gate_up of Stacked is no DTensor any more: something has put another tensor in its place since moefuse.parallelize, as a "
-            "parametrization does, PEFT's target_parameters, torch.func.functional_call with full weights, or "
+            "parametrization that stays, torch.func.functional_call with full weights, or "
             "DistributedDataParallel(device_mesh=...), which has to be called without it"
         ]
         * 2

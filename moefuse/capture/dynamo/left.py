@@ -185,7 +185,11 @@ def modules(f_locals: Any) -> list[nn.Module]:
 
 
 def _key(owner: object, found: list[nn.Module]) -> tuple[Any, ...]:
-    return (id(owner), torch.is_grad_enabled(), *((id(module), module.training) for module in found))
+    return (
+        id(owner),
+        torch.is_grad_enabled(),
+        *((id(module), vars(module).get("training")) for module in found),
+    )  # in __init__ it has none
 
 
 def _same(owner: object, found: list[nn.Module]) -> tuple[int, ...]:

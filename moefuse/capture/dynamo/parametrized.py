@@ -11,6 +11,7 @@ graph ends, and everything that ``registering`` leaves out, is left to Dynamo, w
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from moefuse.capture.dynamo import parametrize_traced as traced, values
 _STATE = "moefuse_parametrized"
 _HIDDEN = ("_parameters", "_buffers", "_modules", "__dict__")
 """What shows a registration, and is not modelled."""
+READERS: set[types.CodeType] = set()
+"""Code of ours that reads these for a tensor on which nothing is registered."""
 
 
 @dataclass
@@ -133,7 +136,7 @@ def attribute(translator: Any, variable: Any, name: str, computed: Callable[[Any
         return known.all
     if name in known.made:
         return _value(translator, state, (id(value), name), known.made[name], computed)
-    if name in _HIDDEN and id(value) not in state.inside:
+    if name in _HIDDEN and id(value) not in state.inside and translator.f_code not in READERS:
         raise LeftError(f"`{name}` of the module is read")
     return None
 

@@ -15,6 +15,8 @@ from moefuse.capture.dynamo.parametrized import LeftError, Registered, State, ca
 
 Handler = Callable[[Any, list[Any], dict[str, Any]], Any]
 
+ORIGINAL = "_moefuse_original"
+"""Of a class that was made for a module whose experts other ranks hold, too: the one that it takes the place of."""
 _STANDARD = ("__getattr__", "__setattr__", "__delattr__", "__getattribute__", "register_parameter", "register_buffer")
 
 
@@ -125,7 +127,8 @@ def _supported(translator: Any, given: dict[str, Any]) -> bool:
         return False
     if "unsafe" in given and not values.is_constant(given["unsafe"]):
         return False
-    value, kind, tensor = module.value, type(module.value), name.as_python_constant()
+    value, tensor = module.value, name.as_python_constant()
+    kind = getattr(type(value), ORIGINAL, type(value))
     if any(getattr(kind, method) is not getattr(nn.Module, method) for method in _STANDARD) or hasattr(value, "parametrizations"):
         return False
     if not isinstance({**value._parameters, **value._buffers}.get(tensor), torch.Tensor) or hasattr(kind, tensor) or tensor in vars(value):

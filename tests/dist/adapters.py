@@ -1,0 +1,129 @@
+"""Spread experts with what every rank has whole beside them: PEFT's adapters; and experts whose weights are held in few bits."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import moefuse
+from tests.cpu.capture_case import Seen, capturing
+from tests.dist import scenes
+from tests.zoo.tiny import build
+
+PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+class Layer(nn.Module):
+    """The experts of one layer of a model of transformers, with their router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        model = build("qwen3_moe")
+        self.mlp = next(module for name, module in model.named_modules() if name.endswith("layers.0.mlp"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)  # type: ignore[no-any-return]
+
+
+def adapted(rank: int, first: bool, behind: str | None, grad: bool) -> tuple[float, list[float], list[tuple[int, ...]], list[str]]:
+    """PEFT's ``target_parameters``, before ``parallelize`` or behind it, compiled or (None) as written, in two calls.
+
+    Returns:
+        The largest error of outputs, those of gradients relative to the largest value of each, ranks of what was fused, what was skipped.
+    """
+    import peft
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain: nn.Module = Layer()
+    config = peft.LoraConfig(r=4, target_parameters=PARAMETERS, target_modules=[], init_lora_weights=False)
+    model, seen = copy.deepcopy(plain), Seen()
+    if not first:
+        moefuse.parallelize(model, scenes.mesh())
+    adapters = []
+    for m in (plain, model):
+        torch.manual_seed(1)
+        adapters.append(peft.get_peft_model(m, config))  # type: ignore[arg-type]
+    single, model = adapters
+    if first:
+        moefuse.parallelize(model, scenes.mesh())
+    run = model if behind is None else torch.compile(model, backend=capturing(seen, behind=behind), fullgraph=True)
+    width = next(p for n, p in single.named_parameters() if "lora_A" in n and "base_layer.lora" in n).shape[1]
+    every = [torch.randn(1, n, width, generator=torch.Generator().manual_seed(r)) for r, n in enumerate((5, 7))]
+    off, grads = 0.0, []
+    for _ in range(2):
+        model.zero_grad()
+        single.zero_grad()
+        with torch.set_grad_enabled(grad):
+            out, wanted = run(every[rank]), [single(x) for x in every]
+        off = max(off, (out - wanted[rank]).abs().max().item())
+        if grad:
+            out.square().mean().backward()
+            (sum((w.square().mean() for w in wanted), torch.zeros(())) / 2).backward()
+            grads += _apart(model, single)
+    return off, grads, [f.spec.lora for f in seen.report.fused], [s.code for s in seen.report.skipped]
+
+
+def _apart(model: nn.Module, single: nn.Module) -> list[float]:
+    """Errors of the mean over ranks; and whoever leaves gradients alone has that, too, where something was fused."""
+    theirs, found = dict(single.named_parameters()), []
+    for name, parameter in model.named_parameters():
+        wanted, grad = theirs[name].grad, parameter.grad
+        assert (wanted is None) == (grad is None), name
+        if wanted is None or grad is None:
+            continue
+        mean: Any = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+        if not isinstance(grad, DTensor):
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        found.append(((mean - wanted).abs().max() / wanted.abs().max()).item())
+    return found
+
+
+def left_parametrised(rank: int) -> list[str]:
+    """What is said of parametrisations that stay: made within a call of the layer, and outside of one."""
+    torch.manual_seed(0)
+    said = []
+    for within in (True, False):
+        layer: Any = Layer().mlp
+        moefuse.parallelize(layer, scenes.mesh())
+        x = torch.randn(1, 3, layer.experts.gate_up_proj.shape[-1])
+        try:
+            if within:
+                hook = layer.experts.register_forward_pre_hook(_parametrise)
+                layer(x)
+                hook.remove()
+            else:
+                _parametrise(layer.experts)
+            layer(x)
+        except moefuse.ParallelError as error:
+            said.append(str(error))
+    return said
+
+
+def _parametrise(experts: nn.Module, *_: object) -> None:
+    torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
+
+
+def held(rank: int, kind: str, train: bool) -> tuple[float, list[str], list[str]]:
+    """Experts in float8: (error relative to the largest value, encodings of what was fused, what was skipped)."""
+    from tests.programs import fp8
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    single = nn.Sequential(getattr(fp8, kind)())
+    model, seen = copy.deepcopy(single), Seen()
+    moefuse.parallelize(model, scenes.mesh())
+    run = torch.compile(model, backend=capturing(seen, behind="aot_eager"))
+    x = torch.randn(5 + 2 * rank, fp8.H, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    mine, theirs = x.clone().requires_grad_(train), x.clone().requires_grad_(train)
+    with torch.set_grad_enabled(train):
+        out, wanted = run(mine), single(theirs)
+    pairs = [(out, wanted)]
+    off = max(((a.double() - b.double()).abs().max() / b.double().abs().max()).item() for a, b in pairs)
+    return off, [f.spec.encoding for f in seen.report.fused], [s.code for s in seen.report.skipped]

@@ -1,0 +1,45 @@
+"""Adapters, and weights in few bits, on spread experts: tokens travel, no sum of weights is made, and nothing is gathered."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist import adapters
+from tests.dist.workers import Workers
+
+CASES = {
+    # name: (adapters before parallelize, behind which compiler, whether gradients are taken)
+    "trained, before": (True, "aot_eager", True),
+    "trained, behind": (False, "aot_eager", True),
+    "inference": (True, "aot_eager", False),
+    "as written, before": (True, None, True),
+    "as written, behind": (False, None, True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peft(two: Workers, name: str) -> None:
+    """In eager mode weights are gathered and PEFT makes the sum, to the bit; compiled, each rank has its experts' part of the adapters."""
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    first, behind, grad = CASES[name]
+    for off, grads, fused, skipped in two.run(adapters.adapted, first, behind, grad):
+        assert off <= (1e-6 if behind else 0)
+        assert all(error <= (2e-6 if behind else 0) for error in grads), grads
+        assert len(grads) == (8 if grad else 0)
+        assert (fused, skipped) == ([(4,)] if behind else [], [])
+
+
+def test_a_parametrisation_that_stays(two: Workers) -> None:
+    """It would keep the weights of the call in which it was made: an error, in the next call or at once."""
+    for within, outside in two.run(adapters.left_parametrised):
+        assert "as a parametrization that stays" in within
+        assert "as a parametrization that stays" in outside
+
+
+@pytest.mark.parametrize("kind", ["Loop", "Batched", "Grouped"])
+def test_float8(two: Workers, kind: str) -> None:
+    """Scales are spread with the codes; activations are rounded where the tokens arrive, as on one process."""
+    for off, encodings, skipped in two.run(adapters.held, kind, False):
+        assert off <= 2.0**-7  # a rounding of each rank's partial sum to bfloat16, and one of their sum
+        assert encodings == ["e4m3, blocks of 8x16, activations e4m3 per token and 16 inputs"]
+        assert not skipped
