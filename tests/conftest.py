@@ -18,6 +18,7 @@ import torch
 
 from moefuse.config import Options
 from moefuse.report.entries import Fused, Skipped
+from tests.cheap import cheaper_compiles, without_code
 
 _Case = TypeVar("_Case")
 
@@ -31,11 +32,7 @@ hypothesis.settings.register_profile("deep", max_examples=500, print_blob=True, 
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
-# The default lets every few allocations scan what Dynamo keeps of thousands of compilations.
-gc.set_threshold(20_000, 20, 100)
-# Nobody reads these: a twentieth of the time went into a cold run of every guard, and a fortieth into collections after a compile.
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-torch._dynamo.config.run_gc_after_compile = False
+cheaper_compiles()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -121,13 +118,6 @@ def no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     from moefuse import _torch_private
 
     monkeypatch.setattr(_torch_private, "compile_fx", without_code)
-
-
-def without_code(gm: torch.fx.GraphModule, inputs: Sequence[object], *_: object) -> Callable[..., Any]:
-    """What ``no_code`` puts in the place of ``compile_fx``."""
-    from moefuse import _torch_private
-
-    return _torch_private.compile_front(gm, inputs)
 
 
 @pytest.fixture

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import moefuse
+from moefuse import _torch_private
 from moefuse.parallel.shard import holders_of
+from tests.cheap import without_code
 from tests.dist import layers, scenes
 from tests.dist.scenes import compiled
 
@@ -89,7 +92,7 @@ def by_measured_load(rank: int, kind: type[nn.Module]) -> dict[str, Any]:
     run = torch.compile(model, backend="moefuse", options={"verify": "off"})
     with torch.no_grad():
         x = torch.randn(400, layers.H, generator=torch.Generator().manual_seed(rank))
-        with moefuse.load_of(run) as load:
+        with moefuse.load_of(run) as load, mock.patch.object(_torch_private, "compile_fx", without_code):
             run(x)
         counted = {name: counts.tolist() for name, counts in load.items()}
         # A layer this small is read faster than any rows: as if each expert were chosen by many more.

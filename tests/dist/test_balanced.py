@@ -16,6 +16,7 @@ from tests.dist.workers import Workers
     [{}, {"max_tokens": 16}, {"tokens": "replicated"}, {"transport": "all_to_all", "placement": "round_robin"}, {"transport": "gather"}],
     ids=str,
 )
+@pytest.mark.every_value
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_moved(two: Workers, kind: type[nn.Module], how: dict[str, Any]) -> None:
     found = two.run(balanced.moved, kind, how)
