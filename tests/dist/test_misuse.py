@@ -72,7 +72,7 @@ def test_shared_memory(mesh: DeviceMesh) -> None:
 
 def test_hidden_units_that_do_not_divide(mesh: DeviceMesh) -> None:
     """Twelve by four do, thirteen do not."""
-    model = layers.Model(layers.Listed, 8)
+    model = layers.Model(layers.Listed, 4)
     for layer in (model.first, model.second):
         for i, expert in enumerate(layer.experts):  # type: ignore[arg-type,union-attr]
             layer.experts[i] = nn.Sequential(nn.Linear(layers.H, 13), nn.GELU(), nn.Linear(13, layers.H))  # type: ignore[index,union-attr]
@@ -82,7 +82,7 @@ def test_hidden_units_that_do_not_divide(mesh: DeviceMesh) -> None:
 
 def test_slices_of_what_is_not_recognised(mesh: DeviceMesh) -> None:
     refused(
-        layers.Model(layers.Mixed, 8),
+        layers.Model(layers.Mixed, 4),
         mesh,
         "first: which of its weights' dimensions are hidden units is not known, for .*rows.*; use experts='ep'",
         experts="tp",
@@ -91,7 +91,7 @@ def test_slices_of_what_is_not_recognised(mesh: DeviceMesh) -> None:
 
 def test_slices_without_a_template(mesh: DeviceMesh) -> None:
     """An activation that only the grouped tier runs."""
-    refused(layers.Model(layers.Grouped, 8), mesh, "first: which of its weights' dimensions are hidden units is not known", experts="tp")
+    refused(layers.Model(layers.Grouped, 4), mesh, "first: which of its weights' dimensions are hidden units is not known", experts="tp")
 
 
 def test_no_experts(mesh: DeviceMesh) -> None:
@@ -179,13 +179,13 @@ def test_parts_of_a_list(mesh: DeviceMesh) -> None:
 
 def test_whose_tokens(mesh: DeviceMesh) -> None:
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
-    model = layers.Model(layers.Stacked, 8)
+    model = layers.Model(layers.Stacked, 4)
     both = {"experts": ("ep", "tp")}
     refused(model, two, r"tokens=\('replicated', 'distinct'\) is not legal: what differs among", tokens=("replicated", "distinct"), **both)
     refused(model, mesh, r"is for 2 dimensions, and experts are spread over 1: \('ep',\)", tokens=("distinct", "replicated"))
     refused(model, two, "tokens='own' is not legal; use 'distinct' or", tokens=("distinct", "own"), **both)
     text = "2.bias of first.experts is no sum over hidden units, and every rank with slices of an expert has it whole: say tokens="
-    refused(layers.Model(layers.Listed, 8), two, text, **both)
+    refused(layers.Model(layers.Listed, 4), two, text, **both)
     plan = moefuse.parallelize(model, two, experts=("ep", "tp"), max_tokens=5)
     assert [terms.most for terms in plan.layers[0].terms] == [10, 5]  # tokens of both ranks with slices go on together
 
@@ -194,7 +194,7 @@ def test_whose_tokens(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("experts", ["ep", "tp"])
 def test_twice(mesh: DeviceMesh, kind: type[nn.Module], experts: str) -> None:
     """The whole, or a part of it first."""
-    whole, part = layers.Model(kind, 8), layers.Model(kind, 8)
+    whole, part = layers.Model(kind, 4), layers.Model(kind, 4)
     moefuse.parallelize(whole, mesh, experts=experts)  # type: ignore[arg-type]
     moefuse.parallelize(part.second, mesh, experts=experts)  # type: ignore[arg-type]
     refused(whole, mesh, "the experts of first are spread over ranks already: call moefuse.parallelize once, for the whole model")
@@ -290,16 +290,16 @@ def test_a_graph_of_another_process() -> None:
 
 def test_the_plan_and_the_report(mesh: DeviceMesh) -> None:
     """What was decided can be read, and ``explain`` says it of each layer without other ranks."""
-    model = layers.Model(layers.Stacked, 10)
+    model = layers.Model(layers.Stacked, 7)
     plan = moefuse.parallelize(model, mesh, max_tokens=32)
     assert str(plan).splitlines() == [
-        "first: ep=4 linear, 3 of 10 experts here, allgather, tokens <= 32",
-        "second: ep=4 linear, 3 of 10 experts here, allgather, tokens <= 32",
+        "first: ep=4 linear, 2 of 7 experts here, allgather, tokens <= 32",
+        "second: ep=4 linear, 2 of 7 experts here, allgather, tokens <= 32",
     ]
     with torch.no_grad():
         report = moefuse.explain(model, torch.randn(6, layers.H))
-    assert [fused.parallel for fused in report.fused] == ["ep=4 linear, 3 of 10 experts here, allgather, tokens <= 32"] * 2
-    assert "ep=4 linear, 3 of 10 experts here" in str(report)
+    assert [fused.parallel for fused in report.fused] == ["ep=4 linear, 2 of 7 experts here, allgather, tokens <= 32"] * 2
+    assert "ep=4 linear, 2 of 7 experts here" in str(report)
 
 
 def test_the_model_looks_as_it_did(mesh: DeviceMesh) -> None:

@@ -54,6 +54,7 @@ def run(model: nn.Module, train: bool) -> Counter[str]:
     return found
 
 
+@pytest.mark.code_once
 @pytest.mark.parametrize("around", [True, False])
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
@@ -81,13 +82,14 @@ class InARow(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.second = Shaped(4), nn.LayerNorm(layers.H), Shaped(4)
+        self.first, self.norm, self.second = Shaped(2), nn.LayerNorm(layers.H), Shaped(2)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.first(x)
         return x + self.second(self.norm(x))  # type: ignore[no-any-return]
 
 
+@pytest.mark.usefixtures("no_code")
 def test_two_layers_of_one_graph_and_other_numbers_of_tokens(mesh: DeviceMesh) -> None:
     """From the second number on it is symbolic, and no step leads from what is known to the second layer's."""
     model = InARow()
@@ -99,6 +101,7 @@ def test_two_layers_of_one_graph_and_other_numbers_of_tokens(mesh: DeviceMesh) -
         assert (report.layers, report.skipped, report.graph_count) == ((2, 2), [], 1)
 
 
+@pytest.mark.usefixtures("no_code")
 def test_what_an_attempt_gathered_is_not_said_of_the_next(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one layer is refused the frame starts again, and this layer is fused in a graph of its own."""
     answers = [verify, verify, fails]
