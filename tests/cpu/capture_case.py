@@ -15,6 +15,7 @@ from moefuse import Options
 from moefuse.capture import entry
 from moefuse.pipeline import rewrite
 from moefuse.report.report import FusionReport
+from tests.cheap import without_code
 from tests.programs.loops import KINDS, H, logits_for
 
 
@@ -31,12 +32,17 @@ class Seen:
 
 
 def capturing(seen: Seen, options: Options | None = None, behind: str = "eager") -> Callable[..., Any]:
-    """A Dynamo backend with moefuse's capture and passes, and one of torch's behind them; ``eager`` runs the graph as it is."""
+    """A Dynamo backend with moefuse's capture and passes, and one of torch's behind them; ``eager`` runs the graph as it is.
+
+    ``front``: all of Inductor but its code.
+    """
     own = options or Options()
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         seen.report.extend(rewrite.rewrite(gm, example_inputs, own, entry.frame()))
         seen.graphs.append(gm)
+        if behind == "front":
+            return without_code(gm, example_inputs)
         return gm.forward if behind == "eager" else torch._dynamo.lookup_backend(behind)(gm, example_inputs)
 
     def read(_arguments: Mapping[str, Any]) -> Options:

@@ -18,7 +18,7 @@ CASES = {
     "stacked, uneven": Case(layers.Stacked, (5, 7)),
     "a list of modules": Case(layers.Listed, (6, 4)),
     "transposed, biases, dense": Case(layers.Transposed, (5, 7)),
-    "grouped products": Case(layers.Grouped, (5, 7)),
+    "grouped products": Case(layers.Grouped, (5, 7), experts=3),
     "a shared expert": Case(layers.Shared, (5, 7)),
     "weight on the input": Case(layers.OnInput, (5, 7)),
     "nothing on one rank": Case(layers.Stacked, (9, 0)),
@@ -131,7 +131,8 @@ def test_weights_that_are_to_travel(two: Workers, kind: type[torch.nn.Module]) -
 
     Where a rank has no tokens, its gradients of zeros are waited for.
     """
-    for found in two.run(equal.run, Case(kind, (5, 0) if kind in (layers.Hit, layers.Skipping) else (5, 7), how={"transport": "gather"})):
+    tokens = (5, 0) if kind in (layers.Hit, layers.Skipping) else (5, 7)
+    for found in two.run(equal.run, Case(kind, tokens, experts=3, how={"transport": "gather"})):
         assert found.worst <= 2e-6, found
         assert not {op for op in found.ops if "ep_" in op}
         if kind is layers.Mixed:
@@ -151,14 +152,14 @@ def test_all_sizes_dynamic(two: Workers) -> None:
 
 def test_buffers_of_experts(two: Workers) -> None:
     """They are whole on every rank, which takes its experts' rows of them."""
-    for found in two.run(equal.run, Case(layers.Buffers, (5, 7), train=False)):
+    for found in two.run(equal.run, Case(layers.Buffers, (5, 7), experts=3, train=False)):
         assert found.worst <= 2e-6, found
         assert (len(found.report.fused), found.report.skipped) == (2, []), found.report
 
 
 def test_what_is_refused_gathers(two: Workers) -> None:
     """Rows are mixed: nothing is fused, nothing is wrong, and both is said."""
-    for found in two.run(equal.run, Case(layers.Mixed, (5, 7))):
+    for found in two.run(equal.run, Case(layers.Mixed, (5, 7), experts=3)):
         assert found.worst <= 2e-6, found
         assert not found.report.fused
         assert {s.code for s in found.report.skipped} == {"not-row-local", "experts-gathered"}, found.report
@@ -168,13 +169,13 @@ def test_what_is_refused_gathers(two: Workers) -> None:
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_through_inductor(two: Workers, kind: type[torch.nn.Module]) -> None:
     how = EXACT if kind is layers.Listed else {}
-    for found in two.run(equal.run, Case(kind, (5, 0), behind="inductor", how=how)):
+    for found in two.run(equal.run, Case(kind, (5, 0), experts=3, behind="inductor", how=how)):
         assert found.worst <= 2e-6, found
         assert len(found.report.fused) == 2
 
 
 def test_checkpoints_and_one_token(two: Workers) -> None:
     """Inductor partitions by sizes, and ranks have to dispatch again in the same order."""
-    for found in two.run(equal.run, Case(layers.Again, (1, 4), behind="inductor")):
+    for found in two.run(equal.run, Case(layers.Again, (1, 4), experts=3, behind="front")):
         assert found.worst <= 2e-6, found
         assert (len(found.report.fused), found.report.skipped) == (2, []), found.report
