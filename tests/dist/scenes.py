@@ -22,7 +22,7 @@ from moefuse.runtime import collectives
 from tests.cpu.capture_case import Seen, capturing
 from tests.dist import layers
 
-E, STEPS = 6, 3
+E, STEPS = 4, 3
 
 
 def mesh() -> DeviceMesh:

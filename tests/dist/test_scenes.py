@@ -25,7 +25,7 @@ def test_training(two: Workers, kind: type[nn.Module]) -> None:
 
 
 HOW: dict[str, dict[str, Any]] = {"linear": {}, "round robin": {"placement": "round_robin"}, "slices": {"experts": "tp"}}
-HOW["a table"] = {"placement": [0, 0, 0, 0, 1, 1]}
+HOW["a table"] = {"placement": [0, 0, 0, 1]}
 """In order, but not in the blocks of a DTensor."""
 
 

@@ -170,7 +170,7 @@ def error_of(rank: int, path: str, kind: type[nn.Module], empty: bool = True, **
 
 def lenient(rank: int, path: str) -> tuple[list[str], list[str], int]:
     """With ``strict=False``, onto a model that has other values: what is missing, left over, and how many tensors are not the file's."""
-    model, _ = scenes.both(layers.Listed)
+    model, _ = scenes.both(layers.Listed, E)
     found = moefuse.load(model, path, strict=False)
     state, wanted = moefuse.full_state_dict(model), single(layers.Listed).state_dict()
     return found.missing_keys, found.unexpected_keys, sum(not torch.equal(state[key], wanted[key]) for key in wanted)
