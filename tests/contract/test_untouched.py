@@ -57,6 +57,7 @@ def test_experts_that_nobody_chose_and_weights_of_no_id_are_not_read(by: By, row
         assert row.case.get("separate") or not g[3:].any()
 
 
+@pytest.mark.every_value(2)
 @table(ROWS, few=True)
 @pytest.mark.parametrize("wild", WILD, ids=["minus-one", "E", "huge", "huge-negative"])
 @pytest.mark.parametrize("tokens", [4, 90], ids=["sorted-one-by-one", "sorted-at-once"])
