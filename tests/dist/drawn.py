@@ -72,13 +72,14 @@ LAYOUTS: dict[int, list[tuple[tuple[str, ...], tuple[int, ...]]]] = {
 
 
 @st.composite
-def cases(draw: Any, world: int) -> Drawn:
+def cases(draw: Any, world: int, most_experts: int = 9) -> Drawn:
     """Legal cases on ``world`` ranks."""
     body = draw(st.sampled_from(sorted(BODIES)))
     router = draw(st.sampled_from([r for r in ROUTERS if r != "given" or body in ANY_IDS]))
     routing = draw(st.sampled_from([r for r in ROUTINGS if (r == "any ids") == (router == "given")]))
     top_k = draw(st.integers(1, 3))
-    experts = draw(st.sampled_from([4, 6, 8])) if router == "nested" else draw(st.integers(max(world, top_k), 9))
+    pairs = [n for n in (4, 6, 8) if n <= most_experts]
+    experts = draw(st.sampled_from(pairs) if router == "nested" else st.integers(max(world, top_k), most_experts))
     roles, shape = draw(st.sampled_from(LAYOUTS[world]))
     whose = draw(st.sampled_from(["distinct", "distinct", "replicated", "sequence"]))
     most = draw(st.sampled_from([None, "equal", 17, 20]))

@@ -88,7 +88,7 @@ class Case:
 
     around: str
     kind: type[nn.Module] = Apart
-    experts: int = 6
+    experts: int = 4
     settings: Mapping[str, Any] = field(default_factory=dict)
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     how: Mapping[str, Any] = field(default_factory=dict)
@@ -210,7 +210,7 @@ def copied(rank: int) -> float:
     """A copy of the model, and a backward pass behind one that has failed: gradients of experts are averaged all the same."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    single = Model(Apart, 6)
+    single = Model(Apart, 4)
     first = copy.deepcopy(single)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     moefuse.parallelize(first, mesh, experts=("dp", "ep"))

@@ -148,12 +148,12 @@ def test_models_of_transformers(mesh: DeviceMesh, tmp_path: Any) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     config = transformers.Qwen3MoeConfig(
-        **sizes, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, intermediate_size=32, vocab_size=64
+        **sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, intermediate_size=32, vocab_size=64
     )
     model = transformers.Qwen3MoeForCausalLM(config)
     before = state(model)
     plan = moefuse.parallelize(model, mesh)
-    assert str(plan) == "model.layers.0.mlp: ep=2 linear, 4 of 8 experts here, allgather"
+    assert str(plan) == "model.layers.0.mlp: ep=2 linear, 2 of 4 experts here, allgather"
     assert len(moefuse.explain(model, torch.randint(0, 64, (2, 8))).fused) == 1
     with pytest.raises(moefuse.ParallelError, match="Qwen3MoeForCausalLM: a fake process group has no other ranks"):
         model.save_pretrained(tmp_path)

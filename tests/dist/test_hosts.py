@@ -49,8 +49,8 @@ def test_as_on_one_process(four: Workers, name: str) -> None:
 
 
 def test_the_report_says_it(four: Workers) -> None:
-    for found, _ in four.run(posing.run, "aabb", Case(layers.Stacked, (4, 4, 4, 4), train=False, experts=8)):
-        assert "ep=4 linear, 2 of 8 experts here, all_to_all over 2 hosts" in found.report.fused[0].parallel
+    for found, _ in four.run(posing.run, "aabb", Case(layers.Stacked, (4, 4, 4, 4), train=False, experts=4)):
+        assert "ep=4 linear, 1 of 4 experts here, all_to_all over 2 hosts" in found.report.fused[0].parallel
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aaab", "abca"])

@@ -20,7 +20,7 @@ def test_programs_as_on_one_process() -> None:
     alive = [Workers(WORLD, timeout=30)]
 
     @FEW
-    @given(drawn.cases(WORLD))
+    @given(drawn.cases(WORLD, most_experts=9 if THOROUGH else 5))
     def holds(case: drawn.Drawn) -> None:
         try:
             found = alive[0].run(drawn.run, case, wait=120)

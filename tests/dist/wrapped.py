@@ -20,14 +20,14 @@ from moefuse import Options
 from tests.cpu.capture_case import Seen, capturing
 from tests.dist import layers, scenes
 
-STEPS = 2
+E, STEPS = 4, 2
 
 
 def trained(rank: int, kind: type[nn.Module], around: str, settings: dict[str, Any]) -> tuple[float, float, int]:
     """(largest difference of outputs from one process, of gradients of the rest, layers fused); ranks have other numbers of tokens."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    single = layers.Model(kind, 6)
+    single = layers.Model(kind, E)
     model = copy.deepcopy(single)
     mesh = scenes.mesh()
     plan = moefuse.parallelize(model, mesh)
@@ -69,7 +69,7 @@ def ddp(rank: int, kind: type[nn.Module], form: str, settings: Mapping[str, Any]
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    single = layers.Model(kind, 6)
+    single = layers.Model(kind, E)
     model: Any = copy.deepcopy(single)
     moefuse.parallelize(model, scenes.mesh())
     seen = Seen()
@@ -94,7 +94,7 @@ def ddp(rank: int, kind: type[nn.Module], form: str, settings: Mapping[str, Any]
             off.append((grad.full_tensor() if isinstance(grad, DTensor) else grad) - theirs[name].grad)
         else:
             holder, _, leaf = name.rpartition(".stacked_")
-            whole = torch.stack([theirs[f"{holder}.{e}.{leaf.replace('_', '.')}"].grad for e in range(6)])  # type: ignore[misc]
+            whole = torch.stack([theirs[f"{holder}.{e}.{leaf.replace('_', '.')}"].grad for e in range(E)])  # type: ignore[misc]
             off.append(grad.full_tensor() - whole)
     return outs, max(o.abs().max().item() for o in off), len(seen.report.fused)
 
@@ -118,7 +118,7 @@ def _wrapped(model: Any, form: str, settings: Mapping[str, Any], backend: Any) -
 
 def ddp_of_a_mesh(rank: int) -> str:
     """What is said where DDP takes DTensors apart."""
-    model = layers.Model(layers.Stacked, 6)
+    model = layers.Model(layers.Stacked, E)
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
     moefuse.parallelize(model, mesh["ep"])
     try:

@@ -22,7 +22,7 @@ from tests.triton import player_case
 from tests.triton.player_case import World, unplayed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning", "ignore::RuntimeWarning")
-T, K, E, H, INNER = 6, 2, 5, 24, 20
+T, K, E, H, INNER = 6, 2, 3, 16, 12
 Call = Callable[[], Any]
 world = player_case.world
 

@@ -85,7 +85,7 @@ def test_gradient_of_routing_weights(name: str, bias: bool) -> None:
     """Of the y that forward had, with rounded activations; zeros for slots of nobody, in poisoned memory; biases together or apart."""
     encoding = encoding_of(ROUNDINGS[name])
     for separate in (False, True) if bias else (False,):
-        args, _, options = coded(SMALL.with_(bias=bias, separate=separate), encoding, None, encoding)
+        args, _, options = coded(SMALL.with_(tokens=5, experts=3, bias=bias, separate=separate), encoding, None, encoding)
         with interpreted(provide(), OPS) as ran:
             found, wanted = of_scaling(lambda args, options: torch.ops.moefuse.experts_extended(*args, **options), args, options)
         assert set(ran) == {*OPS[1:]}

@@ -22,7 +22,7 @@ from tests.triton import player_case
 from tests.triton.player_case import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning", "ignore::RuntimeWarning")
-T, K, E, H, I = 6, 2, 4, 24, 20  # noqa: E741
+T, K, E, H, I = 6, 2, 4, 16, 12  # noqa: E741
 world = player_case.world
 OP = "ep_experts_infer"
 KERNELS = ["push_tokens", "take_tokens", "push_back", "take_sums"]

@@ -58,6 +58,7 @@ def test_workspace_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < (reported(900).fused[0].workspace or 0) <= 1 << 20
 
 
+@pytest.mark.usefixtures("no_code")
 def test_calls_that_the_host_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens, on a GPU, launched: a note says what takes the host away. Not of many tokens, not of training, and not where a graph is
     recorded."""
