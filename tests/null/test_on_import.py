@@ -2,87 +2,79 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
-import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from moefuse.integrations import on_import
+from tests.forked import printed
 
 pytest.importorskip("accelerate")
 ROOT = Path(__file__).parent.parent.parent
 
 
-def run(program: str) -> str:
-    """What a program prints in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
+BEFORE = """
+import sys
+import torch._dynamo, torch.onnx, huggingface_hub, jinja2, numpy, regex, safetensors.torch, tokenizers
+assert not {"moefuse", "accelerate", "transformers"} & set(sys.modules)
+"""
+"""What the libraries import themselves: most of the time that they take."""
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 ASK = """
 from accelerate.utils import DynamoBackend
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 print("MOEFUSE" in DynamoBackend, "moefuse" in ALL_EXPERTS_FUNCTIONS.keys())
 """
-
-
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import moefuse",
-        "import transformers.integrations.moe, accelerate, moefuse",
-        "import moefuse, transformers.modeling_utils",
-        "import moefuse.integrations.transformers, moefuse.integrations.accelerate",
-    ],
+ASK_FP8 = """
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+print("moefuse" in ALL_FP8_EXPERTS_FUNCTIONS.keys())
+"""
+ASK_EP = """
+from transformers.distributed.expert_parallel import EPImplementationInterface
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+print("moefuse" in EPImplementationInterface(), type(ALL_PARALLEL_STYLES["ep_dispatch_experts"]).__name__)
+"""
+FIRST = (
+    "import moefuse",
+    "import transformers.integrations.moe, accelerate, moefuse",
+    "import moefuse, transformers.modeling_utils",
+    "import moefuse.integrations.transformers, moefuse.integrations.accelerate",
 )
-def test_either_may_come_first(first: str) -> None:
+
+
+def test_either_may_come_first() -> None:
+    """And behind moefuse what only some releases have: a registry of float8 experts, the name and the style of expert parallelism."""
     pytest.importorskip("transformers.integrations.moe")
-    assert run(f"{first}\n{ASK}") == "True True"
-
-
-def test_float8_experts_of_transformers() -> None:
-    """A registry of their own, where a release has it."""
-    pytest.importorskip("moefuse.integrations.transformers_fp8", exc_type=ImportError)
-    printed = run("""
-        import moefuse
-        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
-        print("moefuse" in ALL_FP8_EXPERTS_FUNCTIONS.keys())
-    """)
-    assert printed == "True"
-
-
-def test_expert_parallel_implementations_of_transformers() -> None:
-    """The name and the style, where a release has a registry of them."""
-    pytest.importorskip("transformers.distributed.expert_parallel")
-    printed = run("""
-        import moefuse
-        from transformers.distributed.expert_parallel import EPImplementationInterface
-        from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-        print("moefuse" in EPImplementationInterface(), type(ALL_PARALLEL_STYLES["ep_dispatch_experts"]).__name__)
-    """)
-    assert printed == "True MoefuseStyle"
+    programs = [f"{first}\n{ASK}" for first in FIRST]
+    expected = ["True True"] * len(FIRST)
+    with contextlib.suppress(ImportError):
+        importlib.import_module("moefuse.integrations.transformers_fp8")
+        programs[0] += ASK_FP8
+        expected[0] += "\nTrue"
+    with contextlib.suppress(ImportError):
+        importlib.import_module("transformers.distributed.expert_parallel")
+        programs[0] += ASK_EP
+        expected[0] += "\nTrue MoefuseStyle"
+    assert printed(BEFORE, programs, ROOT, ENVIRONMENT) == expected
 
 
 def test_none_is_imported_for_it_and_none_is_changed() -> None:
-    printed = run("""
+    program = """
         import sys
         import moefuse
         print([name for name in ("accelerate", "transformers") if name in sys.modules])
         import accelerate.utils.dataclasses as module
         kind = type(module.__loader__).__name__, type(module.__spec__.loader).__name__, module.__loader__.get_source(module.__name__)[:0]
         print(kind, [finder for finder in sys.meta_path if getattr(finder, "name", "") == module.__name__])
-    """)
-    assert printed == "[]\n('SourceFileLoader', 'SourceFileLoader', '') []"
+    """
+    (said,) = printed("", [program], ROOT, ENVIRONMENT)
+    assert said == "[]\n('SourceFileLoader', 'SourceFileLoader', '') []"
 
 
 @pytest.fixture

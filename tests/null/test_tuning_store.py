@@ -307,21 +307,39 @@ def test_times_of_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert configs.table_times.__wrapped__("a device") == ()
 
 
-WRITER = """
-import dataclasses, sys
+WRITERS = """
+import dataclasses, os
 from moefuse.tuning import store
 from tests.null.test_tuning_store import GPU, P, entry
-first = int(sys.argv[1])
-for i in range(8):
-    problem = dataclasses.replace(P, hidden=8 * (first + i))
-    store.save(GPU, [dataclasses.replace(entry(), problem=problem)])
+
+def write(first):
+    for i in range(8):
+        problem = dataclasses.replace(P, hidden=8 * (first + i))
+        store.save(GPU, [dataclasses.replace(entry(), problem=problem)])
+
+children = []
+go, wait = os.pipe()
+for first in (1, 101, 201, 301):
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.close(wait)
+            os.read(go, 1)  # all start when the parent has closed its end
+            write(first)
+            code = 0
+        finally:
+            os._exit(code)
+    children.append(child)
+os.close(wait)
+assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
 """
+"""Forks, as importing torch four times is what takes time."""
 
 
 def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     root = Path(__file__).parent.parent.parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(100 * i + 1)], cwd=root, env=environment) for i in range(4)]
-    assert [w.wait() for w in writers] == [0] * 4
+    subprocess.run([sys.executable, "-c", WRITERS], cwd=root, env=environment, check=True)
     assert len(store.entries(GPU)) == 32
     assert [p.name for p in store.path_of(GPU).parent.iterdir() if p.suffix == ".tmp"] == []
