@@ -121,6 +121,21 @@ def no_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def no_inductor_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``no_code``, for ``torch.compile``'s own Inductor, too."""
+    from torch._functorch import config
+    from torch._inductor import compile_fx as inductor
+
+    original = inductor.compile_fx
+
+    def front(gm: torch.fx.GraphModule, inputs: Sequence[object], *_: object, **__: object) -> Callable[..., Any]:
+        with config.patch(enable_autograd_cache=False):
+            return original(gm, inputs, inner_compile=lambda traced, *_, **__: traced.forward)  # type: ignore[arg-type, return-value]
+
+    monkeypatch.setattr(inductor, "compile_fx", front)
+
+
+@pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Nothing compiled before the test, and nothing left after it."""
     from torch._dynamo.utils import counters

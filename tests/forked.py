@@ -58,14 +58,12 @@ class Done:
     stderr: str
 
 
-def forked(
-    before: str, programs: Sequence[str], cwd: Path | None = None, environment: Mapping[str, str] | None = None
-) -> list[Done]:
+def forked(before: str, programs: Sequence[str], cwd: Path | None = None, environment: Mapping[str, str] | None = None) -> list[Done]:
     """What each program does behind ``before``, which runs once and starts no threads."""
     given = json.dumps([textwrap.dedent(before), [textwrap.dedent(program) for program in programs]])
-    done = subprocess.run(
-        [sys.executable, "-c", PARENT], input=given, cwd=cwd, env=dict(environment or os.environ), capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", PARENT]
+    env = dict(environment or os.environ)
+    done = subprocess.run(command, input=given, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [Done(*answer) for answer in json.loads(done.stdout)]
 

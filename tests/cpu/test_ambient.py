@@ -98,6 +98,7 @@ def test_checkpoint_of_a_compiled_layer(kind: Callable[[], nn.Module]) -> None:
     assert len(report.fused) == 1
 
 
+@pytest.mark.usefixtures("no_code")
 def test_gradient_checkpointing_of_transformers() -> None:
     """The layers' experts are compiled, what is checkpointed is the layer around them."""
     eager, model = (tiny.build("qwen3_moe", experts_implementation="eager") for _ in range(2))

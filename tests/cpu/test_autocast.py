@@ -156,6 +156,7 @@ def _step(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, autocas
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.code_once
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", MIXED)
 def test_mixed(name: str) -> None:
@@ -183,7 +184,7 @@ def test_mixed(name: str) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=2.0**-5 * float(want.abs().max()))
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo", "no_code")
 def test_loss_scaling() -> None:
     """float16 with a GradScaler: a step whose gradients overflow is left out and the scale halved, as in eager."""
     torch.manual_seed(0)

@@ -23,8 +23,16 @@ from tests.cpu.beside_eager import H, MoE
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
+without_code = pytest.mark.usefixtures("no_inductor_code")
+"""What Inductor would run is no part of these; the first tests and the command have it."""
+
+
 class Layer(MoE):
-    """A loop over selected rows."""
+    """A loop over selected rows, of few experts."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.gate = nn.Linear(H, 3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.add_experts(torch.zeros_like(x), x, *self.route(x))
@@ -46,7 +54,9 @@ def measured(model: Callable[..., Any], *args: Any, **more: Any) -> moefuse.Gain
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_a_model_and_its_layers(train: bool) -> None:
+def test_a_model_and_its_layers(train: bool, request: pytest.FixtureRequest) -> None:
+    if train:
+        request.getfixturevalue("no_inductor_code")
     gains = measured(Model(Layer(), Layer()), torch.randn(7, H), train=train)
     assert not gains.off
     assert gains.report.layers == (2, 2)
@@ -62,6 +72,7 @@ def test_a_model_and_its_layers(train: bool) -> None:
     assert "memory is measured on CUDA devices only" in gains.notes
 
 
+@without_code
 def test_what_inductor_breaks_is_a_note() -> None:
     """Where it fails torch says so in hundreds of lines, and the table was under them."""
 
@@ -76,6 +87,7 @@ def test_what_inductor_breaks_is_a_note() -> None:
     assert layer.startswith("with Inductor torch breaks the graphs of layers.0 (")
 
 
+@without_code
 def test_a_layer_gets_what_it_gets_in_the_model() -> None:
     """Also where the model writes to it later."""
 
@@ -106,6 +118,7 @@ def test_a_layer_gets_what_it_gets_in_the_model() -> None:
     torch.testing.assert_close(seen[0], x * 3)
 
 
+@without_code
 def test_nothing_is_left_behind() -> None:
     """The user's compiled code, counters, reports, warnings, what warmup finds."""
     layer, x = Layer(), torch.randn(7, H)
@@ -131,6 +144,7 @@ def test_nothing_is_left_behind() -> None:
     assert state() == before, "what was compiled runs on"
 
 
+@without_code
 def test_inductor_may_compile_it_afterwards(caplog: pytest.LogCaptureFixture) -> None:
     """And is not told that a layer in its graph is compiled with moefuse."""
     layer, x = Layer(), torch.randn(7, H)
@@ -140,6 +154,7 @@ def test_inductor_may_compile_it_afterwards(caplog: pytest.LogCaptureFixture) ->
     assert len(moefuse.reports()) == 0
 
 
+@without_code
 def test_before_anything_was_compiled() -> None:
     measured(Layer(), torch.randn(7, H))
     assert len(moefuse.reports()) == 0
@@ -150,6 +165,7 @@ def test_before_anything_was_compiled() -> None:
     assert report.layers == (1, 1)
 
 
+@without_code
 def test_a_model_that_is_compiled_in_place() -> None:
     """It is measured from under its compilation, and compiled afterwards."""
     calls: list[int] = []
@@ -170,6 +186,7 @@ def test_a_model_that_is_compiled_in_place() -> None:
     assert calls
 
 
+@without_code
 def test_a_compiled_model_and_a_function() -> None:
     layer = Layer()
     assert measured(torch.compile(layer), torch.randn(7, H)).report.layers == (1, 1)
@@ -179,12 +196,14 @@ def test_a_compiled_model_and_a_function() -> None:
     assert "layers are measured by themselves in modules only" in gains.notes
 
 
+@without_code
 def test_where_nothing_is_fused() -> None:
     gains = measured(nn.Linear(H, H), torch.randn(2, H))
     assert "nothing was fused; " in gains.headline
     assert "no mixture-of-experts code found" in str(gains)
 
 
+@without_code
 def test_a_refusal_is_in_the_report_and_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     class Noisy(Layer):
         def add_experts(self, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.cpu.capture_case import Seen, capturing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-E, H, K = 4, 8, 2
+E, H, K = 3, 8, 2
 
 Count = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function of scores [T, E], weights and ids [T, K]."""

@@ -193,6 +193,7 @@ def test_explain_counts_frames_that_dynamo_skips() -> None:
     assert any("runs in eager" in text for text in report.graph_breaks)
 
 
+@pytest.mark.usefixtures("no_code")
 def test_last_report_counts_them_too() -> None:
     torch.compile(layer("MoreThanOne"), backend="moefuse")(X, LOGITS)
     report = moefuse.last_report()
@@ -200,6 +201,7 @@ def test_last_report_counts_them_too() -> None:
     assert any("runs in eager" in text for text in report.graph_breaks)
 
 
+@pytest.mark.usefixtures("no_code")
 def test_recompiling_and_reset() -> None:
     model = Packed(layer())
     compiled = torch.compile(model, backend="moefuse")
@@ -241,6 +243,7 @@ def test_a_compiled_layer_inside_a_frame_of_another_backend() -> None:
     torch.testing.assert_close(outer(X, LOGITS), plain_inner(X.sin(), LOGITS))
 
 
+@pytest.mark.usefixtures("no_code")
 def test_threads() -> None:
     results: dict[str, Any] = {}
 

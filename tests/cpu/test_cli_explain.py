@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch._inductor.exc import InductorError
 
 from moefuse.cli.main import main
+from tests.forked import forked
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -176,21 +178,11 @@ def test_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "my_moe.py:17" in out
 
 
-IN_A_SPACE = """
-import torch
-from torch._inductor.exc import InductorError
-try:
-    torch.compile(lambda x: x.sin() + x.cos())(torch.ones(64))
-except InductorError as error:
-    print(str(error).splitlines()[0])
-"""
-
-
-def test_torch_compiles_no_cpp_where_the_path_has_a_space(tmp_path: Path) -> None:
+def test_torch_compiles_no_cpp_where_the_path_has_a_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What doctor says; when a release of torch does, doctor has to ask for the release."""
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/a b"}
-    done = subprocess.run([sys.executable, "-c", IN_A_SPACE], env=environment, capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout == "CppCompileError: C++ compile error\n"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}/a b")
+    with pytest.raises(InductorError, match=r"^CppCompileError: C\+\+ compile error\n"):
+        torch.compile(lambda x: x.sin() + x.cos())(torch.ones(64))
 
 
 def test_a_transformers_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -224,8 +216,10 @@ def test_as_a_program(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("moefuse: fused 2 of 2 MoE layers")
     assert done.stderr == ""
-    for words, said in ((["nothing:here"], "no module 'nothing'"), (["my_moe:MoE", "--inputs", "6x5"], "the model cannot be called with")):
-        wrong = subprocess.run([*command[:4], *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    failures = {"nothing:here": "no module 'nothing'", "my_moe:MoE --inputs 6x5": "the model cannot be called with"}
+    started = "import runpy, sys; sys.argv[1:] = {}; runpy.run_module('moefuse', run_name='__main__')"
+    programs = [started.format(["explain", *words.split()]) for words in failures]
+    for wrong, said in zip(forked("import torch._dynamo, moefuse", programs, tmp_path), failures.values(), strict=True):
         assert wrong.returncode == 2
         assert wrong.stderr.startswith(f"python -m moefuse explain: {said}")
         assert wrong.stderr.count("\n") == 1, "torch logs a traceback of its own"

@@ -338,6 +338,7 @@ def test_the_option_and_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(run(model, torch.randn(T, H)).fused) == 1
 
 
+@pytest.mark.usefixtures("no_code")
 def test_no_error_under_strict() -> None:
     """A measurement is no defect of the program."""
     model = Layer()

@@ -14,15 +14,20 @@ from torch import Tensor, nn
 
 import moefuse
 from tests.conftest import StubDriver
-from tests.programs.refused.plain import E, H, K, Layer
+from tests.programs.refused.plain import H, I, K, Layer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
 
-T = 10
+T, E = 10, 3
 
 
 class Loop(Layer):
     """A layer that is fused; programs differ in what they do beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(H, E, bias=False)
+        self.w_in, self.w_out = nn.Parameter(torch.randn(E, 2 * I, H) * H**-0.5), nn.Parameter(torch.randn(E, H, I) * I**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         ids, weights = self.route(x)

@@ -18,18 +18,18 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 def generated(model: Any, **options: Any) -> torch.Tensor:
     ids = tiny.tokens(2, 5)
-    fixed = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    fixed = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
     return model.generate(ids, **fixed, **options)  # type: ignore[no-any-return]
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_with_the_switch_the_decode_step_is_fused() -> None:
-    model = tiny.build("qwen3_moe")
+    model = tiny.build("qwen3_moe", num_hidden_layers=1)
     config = CompileConfig(backend="moefuse", mode="default")
     config._compile_all_devices = True
     assert torch.equal(generated(model, compile_config=config), generated(model))
     report = moefuse.last_report()
-    assert len(report.fused) == tiny.FAMILIES["qwen3_moe"].layers
+    assert len(report.fused) == 1
     assert not report.skipped
 
 

@@ -16,7 +16,7 @@ import moefuse
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
 
-E, H, K = 4, 8, 2
+E, H, K = 3, 8, 2
 
 
 class Expert(nn.Module):

@@ -338,6 +338,7 @@ def test_the_loop_in_training() -> None:
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("trained", [False, True])
 def test_activation_scales_that_are_held(trained: bool) -> None:
     """The op rounds rows by scales of their own, and says so; the line is that of the library's operator."""
@@ -353,6 +354,7 @@ def test_activation_scales_that_are_held(trained: bool) -> None:
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("impl", ["grouped_mm", "batched_mm"])
 def test_tokens_that_need_gradients(impl: str) -> None:
     """Where transformers has a backward pass, it breaks the graph itself; where it has none, the layer is fused, and the op has one."""
@@ -373,6 +375,7 @@ def test_tokens_that_need_gradients(impl: str) -> None:
         near(got, x.grad)
 
 
+@pytest.mark.usefixtures("no_code")
 def test_a_model_generates() -> None:
     """Whole, with the name that is given to transformers; every layer is in the report."""
     model = tiny.build("qwen3_moe").to(BF16)
