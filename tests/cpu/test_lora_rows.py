@@ -15,7 +15,7 @@ from moefuse.config import Options
 from moefuse.passes.driver import fuse
 from moefuse.report.entries import Fused
 
-E, K, H, INNER = 3, 2, 32, 24
+E, K, H, INNER = 4, 2, 32, 24
 
 
 class Adapter(nn.Module):
