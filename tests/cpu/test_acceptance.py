@@ -18,8 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import moefuse
-from tests.cpu.test_ddp import EXPERTS, LAYERS, Layer, Model, batches
+from tests.cpu.test_ddp import Layer, Model, batches
 from tests.zoo import tiny
+
+LAYERS, EXPERTS = 1, 4
 
 
 def stepped(model: nn.Module) -> None:
@@ -38,7 +40,7 @@ def copied(model: nn.Module) -> None:
 
 
 def other() -> Model:
-    model = Model()
+    model = Model(LAYERS, EXPERTS)
     copied(model)
     return model
 
@@ -54,7 +56,7 @@ def assigned(model: nn.Module) -> None:
 def averaged(model: nn.Module) -> None:
     """The mean of two models swapped in, as for an evaluation with EMA weights."""
     mean = AveragedModel(model)
-    mean.update_parameters(Model())
+    mean.update_parameters(Model(LAYERS, EXPERTS))
     mean.update_parameters(other())
     with torch.no_grad():
         for p, q in zip(model.parameters(), mean.module.parameters(), strict=True):
@@ -70,7 +72,7 @@ def swapped(model: nn.Module) -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_weights_are_never_stale() -> None:
     """One compiled model through all of them in turn."""
-    model, plain, x = Model(), Model(), batches()[0]
+    model, plain, x = Model(LAYERS, EXPERTS), Model(LAYERS, EXPERTS), batches()[0]
     model.compile(backend="moefuse", options={"expect": LAYERS})
     changes: tuple[Callable[[Any], None], ...] = (stepped, copied, loaded, assigned, averaged, swapped)
     last = model(x)
@@ -130,7 +132,7 @@ class NearlyTied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer = Layer()
+        self.layer = Layer(EXPERTS)
         with torch.no_grad():
             self.layer.router.weight.copy_(self.layer.router.weight[:1].repeat(EXPERTS, 1))
             self.layer.router.weight.mul_(1 + torch.arange(EXPERTS)[:, None] * 2**-23)

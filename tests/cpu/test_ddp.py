@@ -38,10 +38,10 @@ class Expert(nn.Module):
 class Layer(nn.Module):
     """More than the megabyte of parameters that DDP sends first."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = EXPERTS) -> None:
         super().__init__()
-        self.norm, self.router = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, EXPERTS, bias=False)
-        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.norm, self.router = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, experts, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(experts))
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.norm(x)
@@ -54,10 +54,10 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS, experts: int = EXPERTS) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(experts) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
