@@ -126,7 +126,9 @@ def _without_capture() -> int:
     return len(seen.graphs)
 
 
-@pytest.mark.parametrize("options", [plain(exclude=""), plain(max_rewrites=0), plain(enabled=False)], ids=["exclude", "max_rewrites", "enabled"])
+@pytest.mark.parametrize(
+    "options", [plain(exclude=""), plain(max_rewrites=0), plain(enabled=False)], ids=["exclude", "max_rewrites", "enabled"]
+)
 def test_a_region_that_an_option_leaves_alone_is_not_captured(options: object) -> None:
     """No option leaves a loop unrolled and unfused: the graphs are those without capture."""
     seen = check(POSITIVE["RowsOfNonzero"], options=options)  # type: ignore[arg-type]

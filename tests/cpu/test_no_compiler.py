@@ -56,14 +56,14 @@ PROGRAM = """
 """
 
 CALLS = {
-    "graph": "torch.compile(masked, backend='moefuse')(x)",
     "loop": "torch.testing.assert_close(torch.compile(layer, backend='moefuse')(x), layer(x))",
+    "graph": "torch.compile(masked, backend='moefuse')(x)",
     "linear": "y = torch.compile(nn.Linear(16, 4), backend='moefuse')(x); print('forward', tuple(y.shape)); y.sum().backward()",
     "explain": "print(moefuse.explain(layer, x))",
     "suppressed": "torch._dynamo.config.suppress_errors = True; "
     "torch.testing.assert_close(torch.compile(masked, backend='moefuse')(x), masked(x))",
 }
-"""What one process does in turn, for torch takes seconds to import."""
+"""What one process does in turn, for torch takes seconds to import. The loop comes first: what is said of it is said once in a process."""
 
 
 @dataclass(frozen=True)
