@@ -82,7 +82,7 @@ def _without_code(items: list[pytest.Item]) -> None:
     """Let the first case of a test that runs have Inductor's code, and leave the others without."""
     for some in _families(items, "code_once"):
         for item in [item for item in some if item.get_closest_marker("skip") is None][1:]:
-            item.fixturenames.append("no_code")
+            item.fixturenames = [*item.fixturenames, "no_code"]  # type: ignore[attr-defined]  # cases of a test share the list
 
 
 def _rows(item: Any, strength: int) -> set[tuple[tuple[int, ...], ...]]:

@@ -1,4 +1,4 @@
-"""Parametrisations that a call of a layer registers and takes back, as PEFT's ``target_parameters`` do, where a program runs as it is written.
+"""Parametrisations that a call of a layer registers and takes back, as PEFT's ``target_parameters`` do, in eager mode.
 
 torch deletes the Parameter, and has what was read of it take its place as ``original``: here all of the weight, put together from all
 ranks. When it is taken back, that is registered in the Parameter's place. Nothing of it may last longer than the call: the weight would
@@ -20,8 +20,9 @@ def body(kind: type[nn.Module], names: Collection[str]) -> dict[str, Any]:
     """What the class of a module has whose Parameters of these names other ranks have, too."""
 
     def delete(self: Any, name: str) -> None:
-        if name in names and name in self._parameters and views.in_a_call():
-            views.away(self)[name] = self._parameters[name]
+        call = views.in_call()
+        if name in names and name in self._parameters and call is not None:
+            views.away(self)[name] = call, self._parameters[name]
         kind.__delattr__(self, name)
 
     def register(self: Any, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
@@ -29,6 +30,6 @@ def body(kind: type[nn.Module], names: Collection[str]) -> dict[str, Any]:
         if name not in kept:
             kind.register_buffer(self, name, tensor, persistent)
             return
-        self._parameters[name] = kept.pop(name)
+        _, self._parameters[name] = kept.pop(name)
 
     return {"__delattr__": delete, "register_buffer": register}

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from moefuse import _torch_private
 from moefuse.capture.dynamo import parametrized
-from moefuse.capture.dynamo.registering import ORIGINAL
+from moefuse.capture.dynamo.registering import ORIGINAL as ORIGINAL
 from moefuse.errors import ParallelError
 from moefuse.parallel.read_only import read_only
 from moefuse.parallel.table import Table
@@ -96,7 +96,7 @@ parametrized.READERS.add(full.__code__)
 
 
 def _gone(holder: nn.Module, name: str) -> NoReturn:
-    if name in away(holder) and in_a_call():
+    if name in away(holder) and away(holder)[name][0] is in_call():
         raise AttributeError(f"{name} of {type(holder).__name__} is parametrised")
     raise ParallelError(
         f"{name} of {type(holder).__name__} is no DTensor any more: something has put another tensor in its place since "
@@ -105,15 +105,15 @@ def _gone(holder: nn.Module, name: str) -> NoReturn:
     )
 
 
-def away(holder: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that a call has parametrised, by name (``away.py``)."""
-    found: dict[str, nn.Parameter] = vars(holder).setdefault("_moefuse_away", {})
+def away(holder: nn.Module) -> dict[str, tuple[Reads, nn.Parameter]]:
+    """Parameters that are parametrised, by name, and in which call (``away.py``)."""
+    found: dict[str, tuple[Reads, nn.Parameter]] = vars(holder).setdefault("_moefuse_away", {})
     return found
 
 
-def in_a_call() -> bool:
-    """Whether a layer with spread experts runs as it is written."""
-    return _reads.get() is not None
+def in_call() -> Reads | None:
+    """The call of a layer with spread experts that runs as it is written."""
+    return _reads.get()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

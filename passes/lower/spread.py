@@ -99,19 +99,16 @@ def sharding(region: Region) -> Sharding | None:
     whole = [leaf for leaf, (hops, _) in found.items() if not hops]
     if any(leaf.zeros for leaf in found if leaf not in whole):
         raise NotLocalError("some of the experts have no adapter")
-    ways, held = ({found[leaf][at] for leaf in found if leaf not in whole} for at in (0, 1))
-    if len(ways) != 1 or len(held) != 1:
+    spread = {found[leaf] for leaf in found if leaf not in whole}
+    if len(spread) != 1:
         raise NotLocalError("its weights are sharded in different ways")
-    where = Sharding(ways.pop(), held.pop())
+    where = Sharding(*spread.pop())
     if where.sliced:
         _of_slices(region, whole)
     if where.sliced and body is None:
         raise NotLocalError("slices of experts are for those that a template describes, with one sum over hidden units")
-    if (
-        where.sliced
-        and added is not None
-        and hops_of(added, region.num_experts) != (tuple(h for h in where.hops if h.place is not None), where.held)
-    ):
+    placed = tuple(hop for hop in where.hops if hop.place is not None)
+    if where.sliced and added is not None and hops_of(added, region.num_experts) != (placed, where.held):
         raise NotLocalError("its weights are sharded in different ways")
     return where
 

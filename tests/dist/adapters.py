@@ -110,8 +110,11 @@ def _parametrise(experts: nn.Module, *_: object) -> None:
     torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
 
 
-def held(rank: int, kind: str, train: bool) -> tuple[float, list[str], list[str]]:
-    """Experts in float8: (error relative to the largest value, encodings of what was fused, what was skipped)."""
+def held(rank: int, kind: str) -> tuple[float, list[str], list[str]]:
+    """Experts in float8: (error relative to the largest value, encodings of what was fused, what was skipped).
+
+    Beside the op on one process, which rounds activations as this one does.
+    """
     from tests.programs import fp8
 
     torch._dynamo.reset()
@@ -119,11 +122,9 @@ def held(rank: int, kind: str, train: bool) -> tuple[float, list[str], list[str]
     single = nn.Sequential(getattr(fp8, kind)())
     model, seen = copy.deepcopy(single), Seen()
     moefuse.parallelize(model, scenes.mesh())
-    run = torch.compile(model, backend=capturing(seen, behind="aot_eager"))
     x = torch.randn(5 + 2 * rank, fp8.H, generator=torch.Generator().manual_seed(rank)).bfloat16()
-    mine, theirs = x.clone().requires_grad_(train), x.clone().requires_grad_(train)
-    with torch.set_grad_enabled(train):
-        out, wanted = run(mine), single(theirs)
-    pairs = [(out, wanted)]
-    off = max(((a.double() - b.double()).abs().max() / b.double().abs().max()).item() for a, b in pairs)
+    with torch.no_grad():
+        out = torch.compile(model, backend=capturing(seen, behind="aot_eager"))(x).double()
+        wanted = torch.compile(single, backend=capturing(Seen(), behind="aot_eager"))(x).double()
+    off = ((out - wanted).abs().max() / wanted.abs().max()).item()
     return off, [f.spec.encoding for f in seen.report.fused], [s.code for s in seen.report.skipped]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,10 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 import moefuse
-from moefuse import FusionError, Options, _torch_private
-from tests.cheap import without_code
 from tests.cpu.capture_case import Seen, capturing
-from tests.dist import layers, replicas, scenes
+from tests.dist import layers, scenes
 
 E = scenes.E
 TOKENS = (5, 7)
@@ -95,29 +92,6 @@ def smoothed(rank: int, kind: type[nn.Module]) -> float:
             mean.update_parameters(m)
     with torch.no_grad():
         return _step(scenes.compiled(means[0]), means[1], rank)
-
-
-def autocast(rank: int, strict: bool) -> str:
-    """Experts in float32: gathered, as one process computes it, to the bit; said, or refused."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    single = replicas.Block(replicas.Apart, 3)
-    model = copy.deepcopy(single)
-    moefuse.parallelize(model, scenes.mesh())
-    seen = Seen()
-    # A strict compilation waits for the end of the call: a frame of its own may fuse what this one could not.
-    behind = torch.compile(model, backend="moefuse", options={"strict": True})
-    run = behind if strict else torch.compile(model, backend=capturing(seen, Options(), "aot_eager"))
-    x = torch.randn(5, layers.H, generator=torch.Generator().manual_seed(rank))
-    try:
-        with torch.autocast("cpu", torch.bfloat16), mock.patch.object(_torch_private, "compile_fx", without_code):
-            out, wanted = run(x), single(x)
-    except FusionError as error:
-        return str(error)
-    out.float().square().mean().backward()
-    assert torch.equal(out, wanted)
-    assert not seen.report.fused
-    return " ".join(sorted({skipped.code for skipped in seen.report.skipped}))
 
 
 def scaled(rank: int, around: str, where: str) -> tuple[list[bool], float]:

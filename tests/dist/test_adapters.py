@@ -39,7 +39,7 @@ def test_a_parametrisation_that_stays(two: Workers) -> None:
 @pytest.mark.parametrize("kind", ["Loop", "Batched", "Grouped"])
 def test_float8(two: Workers, kind: str) -> None:
     """Scales are spread with the codes; activations are rounded where the tokens arrive, as on one process."""
-    for off, encodings, skipped in two.run(adapters.held, kind, False):
-        assert off <= 2.0**-7  # a rounding of each rank's partial sum to bfloat16, and one of their sum
+    for off, encodings, skipped in two.run(adapters.held, kind):
+        assert off <= 2.0**-7  # each rank's partial sum is rounded to bfloat16, and may be larger than the sum
         assert encodings == ["e4m3, blocks of 8x16, activations e4m3 per token and 16 inputs"]
         assert not skipped

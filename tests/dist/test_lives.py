@@ -45,16 +45,10 @@ def test_the_mean_of_weights(two: Workers, kind: type[nn.Module]) -> None:
     assert max(two.run(lives.smoothed, kind)) <= 2e-6
 
 
-def test_autocast_around_float32(two: Workers) -> None:
-    """Experts that autocast would round in each call are not fused: they are gathered, reported, and refused under ``strict``."""
-    assert two.run(lives.autocast, False) == ["dtype-unsupported experts-gathered"] * 2
-    for text in two.run(lives.autocast, True):
-        assert "dtype-unsupported: dtype bfloat16 from float32 weights is not supported by the fused op (autocast inside" in text
-
-
-def test_autocast_around_bfloat16_experts(two: Workers) -> None:
-    """A router in float32 under autocast, experts in bfloat16: fused, as exact as one process."""
-    case = drawn.Drawn("loop", "softmax", "shared", 6, 2, (5, 7), "uniform", {"tokens": "distinct"}, "float32", "mixed", 1, (2,))
+@pytest.mark.parametrize("mode", ["autocast", "mixed"])
+def test_autocast(two: Workers, mode: str) -> None:
+    """Experts in float32, or in bfloat16 behind a router in float32: fused, as exact as one process."""
+    case = drawn.Drawn("loop", "softmax", "shared", 6, 2, (5, 7), "uniform", {"tokens": "distinct"}, "float32", mode, 1, (2,))
     for found in two.run(drawn.run, case):
         assert (found.wrong, found.fused, found.skipped) == ([], 1, [])
 

@@ -185,11 +185,8 @@ def modules(f_locals: Any) -> list[nn.Module]:
 
 
 def _key(owner: object, found: list[nn.Module]) -> tuple[Any, ...]:
-    return (
-        id(owner),
-        torch.is_grad_enabled(),
-        *((id(module), vars(module).get("training")) for module in found),
-    )  # in __init__ it has none
+    modes = ((id(module), vars(module).get("training")) for module in found)  # in its __init__ a module has none
+    return (id(owner), torch.is_grad_enabled(), *modes)
 
 
 def _same(owner: object, found: list[nn.Module]) -> tuple[int, ...]:
