@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import moefuse
 from moefuse.runtime import groups
-from tests.dist import layers
+from tests.dist import idioms, layers
 
 pytestmark = pytest.mark.gpu
 
@@ -103,3 +103,28 @@ def test_experts_of_another_rank_are_left_out(mesh: DeviceMesh) -> None:
     with torch.no_grad():
         single.first.down[3:] = 0  # type: ignore[index,union-attr,operator]
         torch.testing.assert_close(run(x), single.first(x), rtol=1e-4, atol=1e-4)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("rounds", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("body", ["adapted", "scaled", "loop"])
+def test_what_every_rank_has_whole(body: str, rounds: bool, mode: str, mesh: DeviceMesh) -> None:
+    """Adapters, numbers and vectors beside spread experts, and experts that autocast rounds as they are read: values, and gradients."""
+    single = idioms.Block(body, "softmax", "nothing", E, 2).cuda()
+    exact, model = copy.deepcopy(single).double(), copy.deepcopy(single)
+    moefuse.parallelize(model, mesh, max_tokens=T + 3)
+    how = {"options": {"expect": 1}} if mode == "default" else {"mode": mode}
+    run = torch.compile(model, backend="moefuse", **how)  # type: ignore[call-overload]
+    x, nudge = torch.randn(T, idioms.H, device="cuda"), torch.rand(T, E, device="cuda").argsort(-1) * 4.0
+    found = []
+    for called, dtype, casts in ((run, torch.float32, rounds), (single, torch.float32, rounds), (exact, torch.float64, False)):
+        with torch.autocast("cuda", torch.bfloat16, enabled=casts):
+            out = called(x.to(dtype), nudge.to(dtype))
+        (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device="cuda").view(out.shape)).sum().backward()
+        found.append([out.detach()])
+    for values, of in zip(found, (model, single, exact), strict=True):
+        values += [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in of.parameters() if p.grad is not None]
+    for mine, theirs, true in zip(*found, strict=True):
+        largest = true.abs().max()
+        allowed = (theirs - true).abs().max() * 1.5 + (2.0**-7 if rounds else 2e-6) * largest
+        assert (mine.double() - true).abs().max() <= allowed
