@@ -49,6 +49,12 @@ TESTS: dict[str, Cells] = {
         "test_parallel::test_training",
     ),
     "spread experts with DDP, FSDP2, HSDP around": (None, "dist/test_replicas::test_as_on_one_process", None, None),
+    "spread experts: PEFT, autocast, float8": (
+        "dist/test_adapters::test_float8",
+        "dist/test_adapters::test_peft",
+        None,
+        "test_parallel::test_what_every_rank_has_whole",
+    ),
     "spread experts from the meta device, `moefuse.load`": (
         "dist/test_wholes::test_from_the_meta_device",
         "dist/test_replicas::test_from_the_meta_device",
