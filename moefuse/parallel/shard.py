@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moefuse.errors import ParallelError
 from moefuse.parallel import away, state, views
+from moefuse.parallel.checks import in_optimizer
 from moefuse.parallel.copies import watch
 from moefuse.parallel.find import Listed, Site, Stacked
 from moefuse.parallel.members import HOLDER, MEMBER, Member, copying, freezing, holder_of, member_of, members_of, unwrapped
@@ -106,7 +108,9 @@ def _body(kind: type[nn.Module], held: Held) -> dict[str, Any]:
     of_state = state.of_list if held.listed else state.of_stacked
 
     def apply(self: Any, function: Any, recurse: bool = True) -> Any:
+        made = _converted(self, function)
         kind._apply(self, function, recurse)
+        self._parameters.update(made)
         _settle(self)
         return self
 
@@ -116,6 +120,33 @@ def _body(kind: type[nn.Module], held: Held) -> dict[str, Any]:
 
     parametrised = {} if held.listed else away.body(kind, held.names)
     return {**of_state(kind, held.names, _where, _settle), **parametrised, "_apply": apply, "__setstate__": setstate}
+
+
+def _converted(module: nn.Module, function: Callable[[Any], Any]) -> dict[str, nn.Parameter]:
+    """What ``Module._apply`` makes of Parameters that compiled code knows, which it cannot swap; their places are empty until then.
+
+    What FSDP has sharded once more is FSDP's to convert.
+    """
+    held = held_of(module)
+    if held is None:
+        return {}
+    every: dict[str, Any] = {name: module._parameters.get(name) for name in held.names.values()}
+    ours = {name: p for name, p in every.items() if isinstance(p, DTensor)}
+    known = {name: p for name, p in ours.items() if len(p.placements) == held.where.mesh.ndim and weakref.getweakrefcount(p)}
+    optimizer = in_optimizer(set(map(id, known.values())))
+    if optimizer is not None:
+        first = next(iter(known))
+        raise ParallelError(
+            f"{first} of {type(module).__name__} is in an optimizer ({optimizer}) and in compiled code, which know it by its identity: "
+            "convert or move the model before its first compiled call, or call torch._dynamo.reset() first"
+        )
+    made = {}
+    with torch.no_grad():
+        for name, parameter in known.items():
+            made[name] = like(nn.Parameter(function(parameter), requires_grad=parameter.requires_grad), parameter)  # type: ignore[arg-type]
+            made[name].grad = None if parameter.grad is None else function(parameter.grad)
+            module._parameters[name] = None
+    return made
 
 
 def _key(held: Held) -> Hashable:

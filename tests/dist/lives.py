@@ -56,12 +56,22 @@ def evaluated(rank: int) -> float:
     return max(*off, *_gradients(model, single), *_gradients(other, alone))
 
 
-def converted(rank: int, kind: type[nn.Module]) -> float:
-    """To another dtype behind parallelize."""
+def converted(rank: int, kind: type[nn.Module], late: bool) -> tuple[float, str]:
+    """To another dtype behind parallelize, or behind the first compiled call; and what is said where an optimizer has the Parameters."""
     model, single = scenes.both(kind)
-    model.double()
-    single.double()
-    return max(_step(scenes.compiled(model), single, rank, dtype=torch.float64), *_gradients(model, single))
+    run, said = scenes.compiled(model), ""
+    if late:
+        assert _step(run, single, rank) <= 1e-6
+        optimizer = torch.optim.SGD(model.parameters())
+        try:
+            model.double()
+        except moefuse.ParallelError as error:
+            said = str(error)
+        del optimizer
+    for m in (model, single):
+        m.double()
+        m.zero_grad()
+    return max(_step(run, single, rank, dtype=torch.float64), *_gradients(model, single)), said
 
 
 def copied(rank: int, kind: type[nn.Module]) -> float:
