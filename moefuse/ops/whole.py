@@ -1,7 +1,8 @@
 """What every rank has whole beside experts that are spread: adapters, scales and biases that are no part of their Parameters.
 
-    w [held, ..] = own_experts(whole [E, ..], place [E], L, held, terms)     the rows of this rank's experts
-    x [..]       = own_experts(x [..], None, 0, 0, terms)                    one tensor for all experts, as it is
+    mine [held]  = own_numbers(place [E], L, held, terms)               which experts are here, once for a layer
+    w [held, ..] = own_experts(whole [E, ..], mine, place, L, terms)    their rows
+    x [..]       = own_experts(x [..], None, None, 0, terms)            one tensor for all experts, as it is
 
 Forward communicates nothing. A rank's experts see the tokens of all ranks, so what comes back is the gradient of all tokens for some
 experts, where data parallelism and people who add up expect, of a Parameter that every rank has, parts whose sum over ranks is the
@@ -31,18 +32,24 @@ def share(grad: Tensor, terms: Terms) -> Tensor:
     return grad.mul_(1 / (ranks * terms.scale()))
 
 
-def _own(whole: Tensor, place: Tensor | None, slots: int, held: int, terms: str) -> Tensor:
-    if place is None:
-        return whole.clone(memory_format=torch.contiguous_format)
+def _numbers(place: Tensor, slots: int, held: int, terms: str) -> Tensor:
+    """Slots behind a rank's experts have the number of some other, and no token goes to them."""
     group = Terms.parse(terms).group
     experts = torch.arange(place.shape[0], device=place.device)
-    # Slots behind a rank's experts read those of some other, and no token goes to them.
     of_slot = place.new_zeros((group.size * slots,), dtype=torch.int64).index_copy_(0, place.long(), experts)
-    return whole.index_select(0, of_slot[group.rank * slots :][:held])
+    return of_slot[group.rank * slots :][:held].clone()
 
 
-def _own_fake(whole: Tensor, place: Tensor | None, slots: int, held: int, terms: str) -> Tensor:
-    return whole.new_empty(whole.shape if place is None else (held, *whole.shape[1:]))
+def _numbers_fake(place: Tensor, slots: int, held: int, terms: str) -> Tensor:
+    return place.new_empty((held,), dtype=torch.int64)
+
+
+def _own(whole: Tensor, mine: Tensor | None, place: Tensor | None, slots: int, terms: str) -> Tensor:
+    return whole.clone(memory_format=torch.contiguous_format) if mine is None else whole.index_select(0, mine)
+
+
+def _own_fake(whole: Tensor, mine: Tensor | None, place: Tensor | None, slots: int, terms: str) -> Tensor:
+    return whole.new_empty(whole.shape if mine is None else (mine.shape[0], *whole.shape[1:]))
 
 
 def _own_backward(grad: Tensor, place: Tensor | None, slots: int, terms: str) -> Tensor:
@@ -66,11 +73,11 @@ def _own_backward_fake(grad: Tensor, place: Tensor | None, slots: int, terms: st
 
 class _Own(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, place: Tensor | None, slots: int, held: int, terms: str) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, mine: Tensor | None, place: Tensor | None, slots: int, terms: str) -> Tensor:
         ctx.how = slots, terms
         ctx.save_for_backward(place)
         with below_autograd():
-            return ops.own_experts.default(whole, place, slots, held, terms)  # type: ignore[no-any-return]
+            return ops.own_experts.default(whole, mine, place, slots, terms)  # type: ignore[no-any-return]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -78,15 +85,16 @@ class _Own(torch.autograd.Function):
         return ops.own_experts_backward.default(grad.contiguous(), *ctx.saved_tensors, *ctx.how), None, None, None, None
 
 
-def own_experts(whole: Tensor, place: Tensor | None, slots: int, held: int, terms: str) -> Tensor:
+def own_experts(whole: Tensor, mine: Tensor | None, place: Tensor | None, slots: int, terms: str) -> Tensor:
     """Autograd entry of ``moefuse::own_experts``: whole [E, ...] to [held, ...]."""
     if wants_grad((whole,)):
-        return _Own.apply(whole, place, slots, held, terms)  # type: ignore[no-any-return,no-untyped-call]
+        return _Own.apply(whole, mine, place, slots, terms)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
-        return ops.own_experts.default(whole, place, slots, held, terms)  # type: ignore[no-any-return]
+        return ops.own_experts.default(whole, mine, place, slots, terms)  # type: ignore[no-any-return]
 
 
 never_dead(ops.own_experts_backward.default)
 
+implement("own_numbers", kernel=_numbers, fake=_numbers_fake, autograd=None)
 implement("own_experts", kernel=_own, fake=_own_fake, autograd=own_experts)
 implement("own_experts_backward", kernel=_own_backward, fake=_own_backward_fake, autograd=not_recorded("own_experts_backward"))

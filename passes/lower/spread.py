@@ -270,15 +270,16 @@ class Spread(Lowering):
         placed = next((hop for hop in self.where.hops if hop.place is not None), None)
         if placed is None or tensor(source) is None:
             return source
-        return self.once(source, lambda: self.emit(torch.ops.moefuse.own_experts.default, source, None, 0, 0, placed.terms))
+        return self.once(source, lambda: self.emit(torch.ops.moefuse.own_experts.default, source, None, None, 0, placed.terms))
 
     def own(self, whole: Node) -> Node:
         """[held, ..]: this rank's rows of what every rank has of all experts, and one of zeros for each that is spare."""
         placed = next((hop for hop in self.where.hops if hop.place is not None), None)
         if placed is None:
             return whole
-        how = placed.place, placed.slots, self.where.held, placed.terms
-        return self.padded(self.emit(torch.ops.moefuse.own_experts.default, whole, *how))
+        how = placed.place, placed.slots
+        mine = self.once(placed, lambda: self.emit(torch.ops.moefuse.own_numbers.default, *how, self.where.held, placed.terms))
+        return self.padded(self.emit(torch.ops.moefuse.own_experts.default, whole, mine, *how, placed.terms))
 
     def padded(self, rows: Node) -> Node:
         if not self.spare:

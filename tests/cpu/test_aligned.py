@@ -102,6 +102,7 @@ OVER_RANKS = {
     "on_one_rank",
     "on_one_rank_backward",
     "own_experts",
+    "own_numbers",
     "own_experts_backward",
     "ep_local_ids",
     "ep_dispatch",

@@ -17,6 +17,7 @@ from tests.cpu.order_case import BODIES, CASES, ORDERS, compared
 
 ACROSS_RANKS = {
     *(f"{name}{end}" for name in ("gathered", "gathered_slices", "on_one_rank", "own_experts") for end in ("", "_backward")),
+    "own_numbers",
     "ep_dispatch", "ep_combine", "ep_experts", "ep_experts_infer", "ep_send", "ep_give_back",
 }  # fmt: skip
 IN_CPP = ("experts", "recomputed", "bounded")

@@ -54,5 +54,6 @@ def gathered(rank: int, **how: Any) -> tuple[set[str], list[str]]:
         terms = plan.layers[0].terms[0].text
         ops.on_one_rank(torch.randn(7, requires_grad=True), terms).sum().backward()
         place = getattr(model.first, views.PLACE, None)
-        ops.own_experts(torch.randn(5, 3, requires_grad=True), place, 3, len(plan.layers[0].here), terms).sum().backward()
+        mine = None if place is None else ops.own_numbers(place, 3, len(plan.layers[0].here), terms)
+        ops.own_experts(torch.randn(5, 3, requires_grad=True), mine, place, 3, terms).sum().backward()
     return found.seen, found.wrong
