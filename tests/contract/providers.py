@@ -205,7 +205,7 @@ QUIET = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),  # the interpreter, about NumPy
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy, about NaN
 ]
-ODD = {"tokens": 5, "hidden": 20, "inter": 12, "hidden_out": 9, "experts": 4, "top_k": 2}
+ODD = {"tokens": 5, "hidden": 20, "inter": 12, "hidden_out": 17, "experts": 4, "top_k": 3}
 LOOPS = {"tokens": 23, "hidden": 70, "inter": 37, "hidden_out": 131, "experts": 3, "top_k": 2}
 DEVICE = {"tokens": 70, "hidden": 96, "inter": 64, "hidden_out": 96, "experts": 9, "top_k": 4}
 TRITON = functools.partial(By, dtypes=(F32, F16), sizes=ODD, interpreted=True, shown=1)
