@@ -23,6 +23,7 @@ from moefuse.passes.graph.sharded import SLICES, Local, NotLocalError, gather_of
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.ir.expr import Expr, Gate, Leaf, SharedVector, SlotWeight, Token, computed_in, walk, weight_leaves
 from moefuse.passes.ir.regions import Region
+from moefuse.passes.lower.alike import check_alike
 from moefuse.passes.lower.lower import BySlot, Lowered, Lowering
 from moefuse.passes.match.templates import Body, match
 from moefuse.runtime.groups import Terms, weight_of
@@ -110,6 +111,10 @@ def sharding(region: Region) -> Sharding | None:
     placed = tuple(hop for hop in where.hops if hop.place is not None)
     if where.sliced and added is not None and hops_of(added, region.num_experts) != (placed, where.held):
         raise NotLocalError("its weights are sharded in different ways")
+    if placed:
+        behind = [added] if added is not None and not hops_of(added, region.num_experts)[0] else []
+        alike = (node for leaf in (*whole, *behind) for node in leaf.parts or (leaf.source,))
+        check_alike((*alike, *(e.source for e in walk(region.expr) if isinstance(e, SharedVector))))
     return where
 
 

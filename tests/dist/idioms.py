@@ -168,34 +168,48 @@ class Adapted(Stack):
 
 
 class Scaled(Stack):
-    """A number and a bias of each expert that are no Parameters, and a vector for all experts."""
-
-    scale: Tensor
-    bias: Tensor
+    """A number of each expert and a vector for all experts, trained; every rank has them whole."""
 
     def __init__(self, experts: int, width: int) -> None:
         super().__init__(experts, width)
-        self.register_buffer("scale", torch.rand(experts) + 0.5)
-        self.register_buffer("bias", torch.randn(experts, width))
-        self.tone = nn.Parameter(torch.rand(width))
+        self.scale, self.tone = nn.Parameter(torch.rand(experts) + 0.5), nn.Parameter(torch.rand(width))
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         for e in range(len(self.gate_up)):
             token, slot = torch.where(ids == e)
             gate, up = F.linear(x[token], self.gate_up[e]).chunk(2, -1)
-            y = F.linear(F.silu(gate) * up, self.down[e]) * self.scale[e] + self.bias[e]
+            y = F.linear(F.silu(gate) * up, self.down[e]) * self.scale[e]
             out.index_add_(0, token, (y * self.tone * weights[token, slot, None]).to(out.dtype))
         return out
 
 
+class Own(Stack):
+    """What a rank knows of its own tokens is in its experts: a statistic that is a buffer, a mean of the call, their number."""
+
+    scale: Tensor
+
+    def __init__(self, experts: int, width: int) -> None:
+        super().__init__(experts, width)
+        self.register_buffer("scale", torch.ones(experts))
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out, tone = torch.zeros_like(x), torch.cat([x.detach(), torch.ones_like(x[:1])]).mean(0)
+        for e in range(len(self.gate_up)):
+            token, slot = torch.where(ids == e)
+            gate, up = F.linear(x[token], self.gate_up[e]).chunk(2, -1)
+            y = F.linear(F.silu(gate) * up, self.down[e]) * self.scale[e] * tone / (len(x) + 1)
+            out.index_add_(0, token, (y * weights[token, slot, None]).to(out.dtype))
+        return out
+
+
 BODIES: dict[str, type[nn.Module]] = {
-    body.__name__.lower(): body for body in (Loop, OnInput, Biased, Gathered, Dense, Sorted, List, Dict, Odd, Adapted, Scaled)
+    body.__name__.lower(): body for body in (Loop, OnInput, Biased, Gathered, Dense, Sorted, List, Dict, Odd, Adapted, Scaled, Own)
 }
 ROUTERS = ("softmax", "sigmoid", "nested", "given")
 AROUND = ("nothing", "latent", "shared", "gated", "scaled", "twice")
 """``"twice"``: in the second pass the graph knows a number of tokens that experts of several ranks have been in front of."""
-ANY_IDS = ("loop", "biased", "list", "dict", "odd", "oninput", "adapted", "scaled")
+ANY_IDS = ("loop", "biased", "list", "dict", "odd", "oninput", "adapted", "scaled", "own")
 """Bodies in which an expert may be named twice for a token, and a number that is no expert's means nothing."""
 
 

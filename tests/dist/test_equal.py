@@ -151,10 +151,12 @@ def test_all_sizes_dynamic(two: Workers) -> None:
 
 
 def test_buffers_of_experts(two: Workers) -> None:
-    """They are whole on every rank, which takes its experts' rows of them."""
+    """They may be statistics of a rank's own tokens: the layer gathers, and says of what."""
     for found in two.run(equal.run, Case(layers.Buffers, (5, 7), experts=3, train=False)):
         assert found.worst <= 2e-6, found
-        assert (len(found.report.fused), found.report.skipped) == (2, []), found.report
+        texts = {s.message for s in found.report.skipped if s.code == "experts-gathered"}
+        said = "`{}.bias` may differ from rank to rank: only Parameters are alike"
+        assert [said.format(layer) in text for layer, text in zip(("first", "second"), sorted(texts), strict=True)] == [True, True], texts
 
 
 def test_what_is_refused_gathers(two: Workers) -> None:
