@@ -266,6 +266,7 @@ BELOW = {
     "unpacked",
     "ep_local_ids",
     "room",
+    "own_numbers",
 }
 """What only other ops call, below autograd, or compiled graphs, which depend on whether a level is open; and what has no numbers."""
 
