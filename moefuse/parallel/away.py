@@ -22,7 +22,7 @@ def body(kind: type[nn.Module], names: Collection[str]) -> dict[str, Any]:
     def delete(self: Any, name: str) -> None:
         call = views.in_call()
         if name in names and name in self._parameters and call is not None:
-            views.away(self)[name] = call, self._parameters[name]
+            vars(self).setdefault(views.AWAY, {})[name] = call, self._parameters[name]
         kind.__delattr__(self, name)
 
     def register(self: Any, name: str, tensor: Tensor | None, persistent: bool = True) -> None:

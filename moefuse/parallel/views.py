@@ -59,8 +59,8 @@ _reads: contextvars.ContextVar[Reads | None] = contextvars.ContextVar("moefuse_r
 Of = tuple[tuple[Table, int, str] | None, tuple[int, int, str] | None, int]
 """How a Parameter is gathered: (table, slots, terms) of its experts, (axis, blocks, terms) of their slices; dimensions of the mesh."""
 
-WAYS = "_moefuse_ways"
-"""The attribute of a module that has its :class:`Ways`."""
+WAYS, AWAY = "_moefuse_ways", "_moefuse_away"
+"""The attributes of a module that have its :class:`Ways`, and what :func:`away` gives."""
 
 
 class Ways:
@@ -107,8 +107,7 @@ def _gone(holder: nn.Module, name: str) -> NoReturn:
 
 def away(holder: nn.Module) -> dict[str, tuple[Reads, nn.Parameter]]:
     """Parameters that are parametrised, by name, and in which call (``away.py``)."""
-    found: dict[str, tuple[Reads, nn.Parameter]] = vars(holder).setdefault("_moefuse_away", {})
-    return found
+    return vars(holder).get(AWAY, {})  # type: ignore[no-any-return]
 
 
 def in_call() -> Reads | None:

@@ -69,6 +69,29 @@ def adapted(rank: int, first: bool, behind: str | None, grad: bool) -> tuple[flo
     return off, grads, [f.spec.lora for f in seen.report.fused], [s.code for s in seen.report.skipped]
 
 
+def merged(rank: int) -> tuple[str, float]:
+    """What is said of ``merge`` into spread experts, and the error of the model that is merged when they are whole again."""
+    import peft
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_parameters=PARAMETERS, target_modules=[], init_lora_weights=False)
+    single: Any = peft.get_peft_model(Layer(), config)  # type: ignore[arg-type]
+    model = copy.deepcopy(single)
+    moefuse.parallelize(model, scenes.mesh())
+    x = torch.randn(1, 5, single.base_model.model.mlp.gate.weight.shape[1], generator=torch.Generator().manual_seed(rank))
+    with torch.no_grad():
+        model(x)
+        try:
+            model.merge_adapter()
+            said = ""
+        except moefuse.ParallelError as error:
+            said = str(error)
+        moefuse.unparallelize(model)
+        off = (model.merge_and_unload()(x) - single.merge_and_unload()(x)).abs().max().item()
+    assert not any(name.startswith("_moefuse") for module in model.modules() for name in vars(module))
+    return said, off
+
+
 def _apart(model: nn.Module, single: nn.Module) -> list[float]:
     """Errors of the mean over ranks; and whoever leaves gradients alone has that, too, where something was fused."""
     theirs, found = dict(single.named_parameters()), []

@@ -29,6 +29,14 @@ def test_peft(two: Workers, name: str) -> None:
         assert (fused, skipped) == ([(4,)] if behind else [], [])
 
 
+def test_merged(two: Workers) -> None:
+    """Into gathered weights it would be lost, which is said; whole experts take it."""
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    for said, off in two.run(adapters.merged):
+        assert "was written to, and is put together from all ranks each time it is read" in said
+        assert off == 0
+
+
 def test_a_parametrisation_that_stays(two: Workers) -> None:
     """It would keep the weights of the call in which it was made: an error, in the next call or at once."""
     for within, outside in two.run(adapters.left_parametrised):
