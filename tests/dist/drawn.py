@@ -65,7 +65,7 @@ class Drawn:
 
 
 LAYOUTS: dict[int, list[tuple[tuple[str, ...], tuple[int, ...]]]] = {
-    2: [(("ep",), (2,))] * 3 + [(("tp",), (2,)), (("dp", "ep"), (2, 1))],
+    2: [(("ep",), (2,))] * 3 + [(("tp",), (2,)), (("dp", "ep"), (2, 1)), (("dp", "tp"), (2, 1))],
     4: [(("ep",), (4,))] * 2 + [(("dp", "ep"), (2, 2))] * 2 + [(("ep", "tp"), (2, 2)), (("tp",), (4,))],
 }
 """Roles of the dimensions of a mesh, and their sizes."""

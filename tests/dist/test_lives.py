@@ -49,6 +49,15 @@ def test_the_mean_of_weights(two: Workers, kind: type[nn.Module]) -> None:
     assert max(two.run(lives.smoothed, kind)) <= 2e-6
 
 
+@pytest.mark.parametrize("grads", ["sum", "mean"])
+def test_a_bias_beside_slices_and_replicas(two: Workers, grads: str) -> None:
+    """It is whole on every rank: what experts' gradients are multiplied by, for replicas that are averaged, is taken back of its own."""
+    how = {"tokens": "replicated", "experts": ("dp", "tp"), "grads": grads}
+    case = drawn.Drawn("biased", "softmax", "nothing", 4, 2, (5, 7), "uniform", how, "float64", "train", 1, (2, 1))
+    for found in two.run(drawn.run, case):
+        assert (found.wrong, found.fused, found.skipped) == ([], 1, [])
+
+
 @pytest.mark.parametrize("mode", ["autocast", "mixed"])
 def test_autocast(two: Workers, mode: str) -> None:
     """Experts in float32, or in bfloat16 behind a router in float32: fused, as exact as one process."""
