@@ -67,6 +67,11 @@ class Sharding:
         return next((hop.terms for hop in self.hops if hop.place is None), "")
 
     @property
+    def placed(self) -> Hop | None:
+        """The way to ranks that have other experts; None if each has all of them."""
+        return next((hop for hop in self.hops if hop.place is not None), None)
+
+    @property
     def gathers(self) -> bool:
         """Whether weights are to go to the tokens."""
         return any(Terms.parse(hop.terms).transport == "gather" for hop in self.hops)
@@ -272,14 +277,14 @@ class Spread(Lowering):
         return self.own(super().numbers(leaf, dtype, device))
 
     def shared(self, source: Node) -> Node:
-        placed = next((hop for hop in self.where.hops if hop.place is not None), None)
+        placed = self.where.placed
         if placed is None or tensor(source) is None:
             return source
         return self.once(source, lambda: self.emit(torch.ops.moefuse.own_experts.default, source, None, None, 0, placed.terms))
 
     def own(self, whole: Node) -> Node:
         """[held, ..]: this rank's rows of what every rank has of all experts, and one of zeros for each that is spare."""
-        placed = next((hop for hop in self.where.hops if hop.place is not None), None)
+        placed = self.where.placed
         if placed is None:
             return whole
         how = placed.place, placed.slots

@@ -93,7 +93,7 @@ def merged(rank: int) -> tuple[str, float]:
 
 
 def _apart(model: nn.Module, single: nn.Module) -> list[float]:
-    """Errors of the mean over ranks; and whoever leaves gradients alone has that, too, where something was fused."""
+    """Errors of the mean of gradients over ranks, relative to the largest of each."""
     theirs, found = dict(single.named_parameters()), []
     for name, parameter in model.named_parameters():
         wanted, grad = theirs[name].grad, parameter.grad
