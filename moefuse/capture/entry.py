@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from moefuse import _torch_private
-from moefuse.capture.dynamo import control, ddp, hooks, left, points
+from moefuse.capture.dynamo import control, ddp, hooks, left, lengths, points
 from moefuse.capture.frame import Frame
 from moefuse.capture.ledger import Ledger
 from moefuse.config import Options
@@ -80,6 +80,7 @@ def unavailable() -> str | None:
                 log.warning("%s", _reason())
             else:
                 hooks.install(_start, guarded(_codes), guarded(_limited, False), guarded(_again), guarded(_any_size, False), _elsewhere)
+                lengths.keep_open()
     return _reason()
 
 

@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefuse import _torch_private
-from moefuse.capture.dynamo import lengths
 from moefuse.errors import ParallelError
 from moefuse.parallel import checks, copies, same
 from moefuse.parallel.calls import gathering_once
@@ -129,7 +128,6 @@ def parallelize(
         held = _spread(model, sites, wheres)
         saving_whole(model, mesh)
         setattr(model, ON_META, (*getattr(model, ON_META, ()), *_on_meta(model)))
-        lengths.keep_open()
         for layer in layers:
             groups.hold(len(layer.here), layer.placement.slots)
         for group in (groups.group(name) for name in dict.fromkeys(name for at in grids.values() for name in at.names) if debug):

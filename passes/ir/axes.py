@@ -64,6 +64,9 @@ def reshape(axes: Axes, sizes: Sequence[Size]) -> Axes | None:
     Atoms of size one are ambiguous (one token!); they go to the dimension that leaves later ones their own.
     """
     rest = list(atoms(axes))
+    empty = [i for i, size in enumerate(sizes) if same(size, 0)]
+    if len(empty) == 1 and any(same(a.size, 0) for a in rest):
+        return _around(rest, sizes, empty[0])
     out: list[Axis] = []
     for i, size in enumerate(sizes):
         later_ones = _leading_ones(sizes[i + 1 :])
@@ -78,6 +81,16 @@ def reshape(axes: Axes, sizes: Sequence[Size]) -> Axes | None:
         del rest[: max(spare, 0)]
         out.append(tuple(axis))
     return tuple(out) if not rest else None
+
+
+def _around(run: Sequence[Atom], sizes: Sequence[Size], empty: int) -> Axes | None:
+    """The axes of a tensor without elements: products say nothing there, so the empty dimension has what those around it leave."""
+    zeros = [i for i, a in enumerate(run) if same(a.size, 0)]
+    before = ((i, reshape((tuple(run[:i]),), sizes[:empty])) for i in range(zeros[0], -1, -1))
+    behind = ((i, reshape((tuple(run[i:]),), sizes[empty + 1 :])) for i in range(zeros[-1] + 1, len(run) + 1))
+    first, left = next(((i, found) for i, found in before if found is not None), (0, None))
+    last, right = next(((i, found) for i, found in behind if found is not None), (0, None))
+    return None if left is None or right is None else (*left, tuple(run[first:last]), *right)
 
 
 def in_order(axes: Axes) -> bool:

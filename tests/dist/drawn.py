@@ -87,8 +87,7 @@ def cases(draw: Any, world: int, most_experts: int = 9) -> Drawn:
     differ = {"dp", *(roles[:1] if sliced else roles if whose != "replicated" else ())}
     own = [n for n, role in zip(shape, roles, strict=True) if role in differ]
     owners = math.prod(own)
-    # Counts of no tokens, read by the host, are a graph break, so that a rank without tokens would gather, and others would not.
-    number = st.integers(1 if body == "sorted" else 0, 17)
+    number = st.integers(0, 17)
     counts = st.lists(number, min_size=owners, max_size=owners)
     tokens = (draw(number),) * owners if most == "equal" else tuple(draw(counts))
     spread = shape[roles.index("ep")] if "ep" in roles else 1

@@ -102,6 +102,21 @@ def test_one_token_keeps_its_own_dimension() -> None:
     assert reshape(((token,), (slot,)), [2]) == ((token, slot),)
 
 
+@given(st.data(), SIZES, SIZES)
+def test_a_dimension_without_elements_has_what_those_around_it_leave(data: st.DataObject, before: list[int], behind: list[int]) -> None:
+    """No tokens: [0, K] is [0] slots, and [0] slots are [0, K] again. Any product is zero there, and says nothing."""
+    axes = fresh([*before, 0, *behind])
+    left, right = data.draw(regrouped(before)), data.draw(regrouped(behind))
+    first, last = data.draw(st.integers(0, len(left))), data.draw(st.integers(0, len(right)))
+    found = reshape(axes, [*left[:first], 0, *right[last:]])
+    assert found is not None
+    assert [extent(a) for a in found] == [*left[:first], 0, *right[last:]]
+    assert atoms(found) == atoms(axes)
+    again = reshape(found, [*before, 0, *behind])
+    assert again is not None
+    assert [extent(a) for a in again] == [*before, 0, *behind]
+
+
 def test_symbolic_sizes_are_compared_as_expressions() -> None:
     """No pass may ask for the value of a symbol: that would be a guard."""
     s = sympy.Symbol("s0", positive=True, integer=True)

@@ -1,7 +1,8 @@
-"""How many places a mask without elements has: a size that is not known, where ranks must trace the same program.
+"""How many places a mask without elements has, and how many rows a slice of nothing: sizes that are not known, as with tokens.
 
-Torch knows that it is zero. A program that asks (``if t.numel() == 0: continue``) then has no experts in its graph, and would not take part
-in the calls that other ranks' graphs make.
+Torch knows that the first is zero. A program that asks (``if t.numel() == 0: continue``) then has no experts in its graph, and would not
+take part in the calls that other ranks' graphs make. For a slice whose bounds depend on data torch makes a size, finds it to be zero, and
+calls that an error of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from moefuse.capture.dynamo import hooks, points
+from moefuse.passes.graph import symbols
 
 _MEMOS = {"nonzero": "nonzero_memo", "_unique2": "unique_memo", "_unique": "unique_memo"}
 """Operation -> the attribute of a fake argument with the length that it gave before."""
@@ -24,11 +26,12 @@ def keep_open() -> None:
         return
     from torch._subclasses.fake_impls import op_implementations_dict
 
-    for name, memo in _MEMOS.items():
-        op = getattr(torch.ops.aten, name).default
+    aten = torch.ops.aten
+    makers = {getattr(aten, name).default: functools.partial(_open, memo=memo) for name, memo in _MEMOS.items()}
+    for op, maker in {**makers, aten.slice.Tensor: _open_slice}.items():
         known = op_implementations_dict.get(op)
         if known is not None and not hasattr(known, "moefuse"):
-            op_implementations_dict[op] = _open(known, memo)
+            op_implementations_dict[op] = maker(known)
 
 
 def _open(original: Callable[..., Any], memo: str) -> Callable[..., Any]:
@@ -42,8 +45,22 @@ def _open(original: Callable[..., Any], memo: str) -> Callable[..., Any]:
     return fake
 
 
-def _none(arg: torch.Tensor) -> bool:
-    return any(isinstance(size, int) and size == 0 for size in arg.shape)
+def _open_slice(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def fake(mode: Any, func: Any, arg: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+        if _none(arg, dim) and _wanted(mode) and any(isinstance(bound, torch.SymInt) and symbols.unbacked(bound) for bound in (start, end)):
+            sizes = list(arg.shape)
+            sizes[dim] = _some(mode.shape_env)
+            return arg.as_strided(sizes, arg.stride())
+        return original(mode, func, arg, dim, start, end, step)
+
+    fake.moefuse = True  # type: ignore[attr-defined]
+    return fake
+
+
+def _none(arg: torch.Tensor, dim: int | None = None) -> bool:
+    """Whether a tensor, or a dimension of it, has no elements."""
+    return any(isinstance(size, int) and size == 0 for size in (arg.shape if dim is None else arg.shape[dim : dim + 1 or None]))
 
 
 def _wanted(mode: Any) -> bool:

@@ -76,10 +76,10 @@ _TURNED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge"}
 
 
 def bound(ctx: Context, value: Any) -> tuple[Any, int] | None:
-    """(routing, number of experts before it) of an offset into the sorted slots; no routing for 0."""
+    """(routing, number of experts before it) of an offset into the sorted slots, or of what is known of one; no routing for 0."""
     if value is None or _zero(ctx, value):
         return None, 0
-    fact = ctx.fact(value)
+    fact = value if isinstance(value, Span) else ctx.fact(value)
     return (fact.routing, fact.stop) if isinstance(fact, Span) and fact.start == 0 else None
 
 

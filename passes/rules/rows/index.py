@@ -38,7 +38,7 @@ from moefuse.passes.ir.facts import (
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import slot_masks, sparse_entries
 from moefuse.passes.rules.routing.masks import of_only_slot, of_slot
-from moefuse.passes.rules.routing.offsets import picked
+from moefuse.passes.rules.routing.offsets import picked, total
 from moefuse.passes.rules.rows import listed
 from moefuse.passes.rules.sums import segments
 
@@ -257,7 +257,12 @@ def on_select(ctx: Context, node: Node, x: Node, dim: int, index: Any) -> Findin
 @rule("narrow")
 def on_narrow(ctx: Context, node: Node, x: Node, dim: int, start: Any, length: Any) -> Finding:
     fact = ctx.fact(x)
-    if not isinstance(fact, Fact) or isinstance(fact, Sum) or not isinstance(start, int) or not isinstance(length, int):
+    if not isinstance(fact, Fact) or isinstance(fact, Sum):
+        return None
+    if isinstance(length, Node) and normalize(dim, len(fact.axes)) == 0:
+        stop = total(ctx, start, length)
+        return None if stop is None else _between(ctx, node, fact, slice(start, stop))
+    if not isinstance(start, int) or not isinstance(length, int):
         return None
     return cut(ctx, node, fact, normalize(dim, len(fact.axes)), slice(start, start + length))
 
