@@ -74,7 +74,12 @@ def _inside(layer: nn.Module) -> Iterator[nn.Module]:
     """The modules that a loop over experts may call or not: those below what holds the weights, and of the layer's own no router."""
     for holder in holders_of(layer):
         below = (module for module in holder.modules() if module is not holder)
-        yield from (module for module in below if holder is not layer or next(module.parameters(), None) is None)
+        yield from (module for module in below if holder is not layer or not _holds(module))
+
+
+def _holds(module: nn.Module) -> bool:
+    """Whether a module has Parameters of its own; those of experts are the list's."""
+    return any(parameter is not None for inner in module.modules() for parameter in inner._parameters.values())
 
 
 def _layer(layer: nn.Module) -> str:

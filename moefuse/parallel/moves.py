@@ -21,6 +21,7 @@ from moefuse.parallel.shard import Held, held_of, holding
 from moefuse.parallel.where import Where
 from moefuse.runtime import collectives
 from moefuse.runtime.groups import Group, Terms
+from moefuse.runtime.peers import lost_peers
 
 Load = Mapping[str, Tensor | Sequence[Sequence[int]] | Sequence[int]]
 """Layer -> [calls, E] or [E]: how often each expert was chosen, by the tokens of this rank."""
@@ -48,6 +49,7 @@ def planned(modules: Iterable[nn.Module], load: Load, enough: float) -> list[Bal
     spread = {module: held for module in dict.fromkeys(modules) if (held := held_of(module)) is not None and held.where.terms}
     refused, counts = "", {}
     try:
+        load = _named_as(load, [held.where.layer for held in spread.values()])
         counts = {module: _counts(held.where, load) for module, held in spread.items()}
         _may_move([held.where for module, held in spread.items() if counts[module] is not None])
     except ParallelError as error:
@@ -73,9 +75,36 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join([name or "''" for name in names][:3]) or "no layer"
 
 
+def _named_as(load: Load, layers: Sequence[str]) -> Load:
+    """A load by the names of the plan: either's model may be in a wrapper (DDP, PEFT) that the other was not in."""
+    if not isinstance(load, Mapping):
+        raise ParallelError(f"a load is a mapping of layers to counts, as moefuse.load_of gives it, and not {type(load).__name__}")
+    if any(_fits(name, layer) for name in load for layer in layers):
+        return load
+    for around in _around(load):
+        inner = {name[len(around) :]: counts for name, counts in load.items()}
+        if all(name.startswith(around) for name in load) and any(_fits(name, layer) for name in inner for layer in layers):
+            return inner
+    for around in _around(layers):
+        if all(layer.startswith(around) for layer in layers) and any(_fits(around + name, layer) for name in load for layer in layers):
+            return {around + name: counts for name, counts in load.items()}
+    return load
+
+
+def _around(names: Iterable[str]) -> list[str]:
+    """The modules around what a name says, each as the beginning of a name, the innermost first."""
+    parts = next(iter(names), "").split(".")
+    return [".".join(parts[:n]) + "." for n in range(len(parts) - 1, 0, -1)]
+
+
+def _fits(name: str, layer: str) -> bool:
+    """Whether a report means a layer: it may name a module in it or around it."""
+    return not name or f"{name}.".startswith(f"{layer}.") or f"{layer}.".startswith(f"{name}.")
+
+
 def _counts(where: Where, load: Load) -> Tensor | None:
-    """[calls, E] of a layer; a report may name a module in it or around it."""
-    named = [name for name in load if f"{name}.".startswith(f"{where.layer}.") or f"{where.layer}.".startswith(f"{name}.") or not name]
+    """[calls, E] of a layer."""
+    named = [name for name in load if _fits(name, where.layer)]
     if not named:
         return None
     wrong = f"the load of {where.layer or 'the layer'} has to be counts [calls, {where.experts}], integers from 0 on"
@@ -99,7 +128,10 @@ def _may_move(layers: Iterable[Where]) -> None:
         for parameter in _parameters(where):
             every[id(parameter)] = where
             if parameter.grad is not None:
-                raise ParallelError(f"experts of {where.layer} have gradients, which stay where they are: balance behind zero_grad()")
+                raise ParallelError(
+                    f"experts of {where.layer} (of the model, or a deepcopy of it) have gradients, which stay where they are: "
+                    "balance behind zero_grad()"
+                )
             if len(parameter.placements) != where.mesh.ndim:
                 raise ParallelError(f"FSDP has sharded the experts of {where.layer} once more: balance does not know its shards")
             if parameter.is_meta or parameter.is_inference():
@@ -128,8 +160,9 @@ def _of_all(
         some = {module: where for module, where in spread.items() if where.mesh == mesh}
         parts = [_told(where, counts.get(module)) for module, where in some.items()]
         sums = torch.cat([*parts, torch.tensor([int(refused)])]).to(_parameters(next(iter(some.values())))[0].to_local().device)
-        for dim in range(mesh.ndim):
-            collectives.all_reduce(sums, mesh.get_group(dim))
+        with lost_peers(next(iter(some.values())).layer, "plan.balance, which every rank has to call"):
+            for dim in range(mesh.ndim):
+                collectives.all_reduce(sums, mesh.get_group(dim))
         *every, stops = sums.cpu().split([*map(len, parts), 1])
         stopped = stopped or bool(stops)
         for (module, where), (*total, calls, ranks) in zip(some.items(), map(Tensor.tolist, every), strict=True):
@@ -162,8 +195,9 @@ def move(change: Balanced) -> None:
     where = change.where
     group, rings = Terms.parse(where.terms).group, moves(where.placement, change.placement)
     try:
-        for parameter in _parameters(where):
-            _exchange(parameter.to_local(), rings, group, where.placement.slots)
+        with lost_peers(where.layer, "plan.balance"):
+            for parameter in _parameters(where):
+                _exchange(parameter.to_local(), rings, group, where.placement.slots)
     except BaseException as error:
         group.standing.leave(f"experts of {where.layer} were on their way between ranks: {error}")
         raise

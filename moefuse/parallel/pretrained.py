@@ -62,7 +62,7 @@ def _saving(kind: Any, group: Any) -> Any:
 def _check(kind: Any, kwargs: dict[str, Any], group: Any) -> None:
     if is_fake(group):
         raise ParallelError(f"{kind.__name__}: a fake process group has no other ranks, so there is nobody who has the rest of the experts")
-    if "state_dict" not in inspect.signature(kind.save_pretrained).parameters:
+    if not _takes_state(kind.save_pretrained):
         raise ParallelError(
             f"{kind.__name__}: its save_pretrained takes no state_dict, and what a rank has is a part of the model: call "
             "moefuse.unparallelize(model) first, or use torch.distributed.checkpoint"
@@ -72,6 +72,13 @@ def _check(kind: Any, kwargs: dict[str, Any], group: Any) -> None:
             f"{kind.__name__}: distributed_checkpoint=True is for models that transformers has sharded; use "
             "torch.distributed.checkpoint with model.state_dict()"
         )
+
+
+def _takes_state(save: Any) -> bool:
+    """Whether a ``save_pretrained`` writes the state that it is given: by name, or out of its ``**kwargs`` (PEFT)."""
+    parameters = inspect.signature(save).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return "state_dict" in parameters or (anything and "state_dict" in inspect.unwrap(save).__code__.co_consts)
 
 
 def _wait_for_all(kind: Any, group: Any) -> None:

@@ -16,7 +16,7 @@ from moefuse.parallel import away, state, views
 from moefuse.parallel.checks import in_optimizer
 from moefuse.parallel.copies import watch
 from moefuse.parallel.find import Listed, Site, Stacked
-from moefuse.parallel.members import HOLDER, MEMBER, Member, copying, freezing, holder_of, member_of, members_of, unwrapped
+from moefuse.parallel.members import HOLDER, MEMBER, Member, copying, freezing, holder_of, listing, member_of, members_of, unwrapped
 from moefuse.parallel.where import Where
 
 
@@ -254,7 +254,14 @@ def _take(module: nn.Module, inner: str, expert: int, held: Held) -> None:
 
 
 def _of_expert(kind: type[nn.Module]) -> dict[str, Any]:
-    return {**freezing(kind, lambda expert: _where(holder_of(expert)).layer), **copying(kind, _row)}
+    return {**freezing(kind, lambda expert: _where(holder_of(expert)).layer), **listing(kind, _stacks), **copying(kind, _row)}
+
+
+def _stacks(holder: nn.Module) -> dict[str, nn.Parameter]:
+    """What a list holds for its experts, by the path from one; nothing where a part of another list was made a list of its own."""
+    held = held_of(holder)
+    found = {} if held is None else {path: holder._parameters.get(name) for path, name in held.names.items()}
+    return {path: parameter for path, parameter in found.items() if parameter is not None}
 
 
 def _row(holder: nn.Module, path: str, expert: int) -> nn.Parameter:

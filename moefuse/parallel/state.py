@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from moefuse.errors import ParallelError
 from moefuse.parallel.members import Member, check_whole, holder_of, members_of
 from moefuse.runtime.collectives import all_gather
 from moefuse.runtime.transports.allgather import padded
@@ -118,6 +119,7 @@ def of_stacked(kind: type[nn.Module], names: Mapping[str, str], where_of: WhereO
         for name in names:
             whole = state.get(prefix + name)
             if isinstance(whole, DTensor) and not where.as_torch_has_it(name):
+                _check_current(whole, self._parameters[name], where)
                 whole = whole.full_tensor()
             if isinstance(whole, Tensor) and not isinstance(whole, DTensor) and len(whole) == where.experts:
                 state[prefix + name] = _rows(self._parameters[name], where.part(name, whole[list(where.mine)]), where)
@@ -147,7 +149,12 @@ def of_list(kind: type[nn.Module], names: Mapping[str, str], where_of: WhereOf, 
         # A checkpoint of the whole model is judged as a whole, by every rank alike.
         others = [key for key, expert in _keys(self, prefix) if expert not in where_of(self).mine]
         if any(key in state for key in others):
-            missing.extend(key for key in others if key not in state)
+            missing.extend(lost := [key for key in others if key not in state])
+            if lost:
+                rest[4].append(
+                    f"some experts of {where_of(self).layer} that other ranks hold are in the state, and some are not: what one rank had "
+                    "before plan.balance moved them does not fit now, moefuse.full_state_dict(model) or torch.distributed.checkpoint does"
+                )
         own = {prefix + name for name in names.values()}
         known = len(missing)
         kind._load_from_state_dict(self, state, prefix, *rest)
@@ -188,7 +195,9 @@ def of_member(kind: type[nn.Module], member: Member, names: Mapping[str, str], w
             elif row.shape != parameter.shape[1:]:
                 errors.append(_mismatch(key, row.shape, parameter.shape[1:]))
             elif member.expert in where.mine:
-                _write(parameter, where.mine.index(member.expert), _part(where, path, row), where)
+                slot = where.mine.index(member.expert)
+                _check_current(row, parameter, where, slot)
+                _write(parameter, slot, _part(where, path, row), where)
         kind._load_from_state_dict(self, state, prefix, *rest)
 
     return {"_save_to_state_dict": to_state, "_load_from_state_dict": from_state}
@@ -261,6 +270,22 @@ def held_here(held: DTensor, where: Where) -> Tensor:
         all_gather(every, padded(local, most, 0), group)
         local = torch.cat([part[:count] for part, count in zip(every.split(most), counts.tolist(), strict=True)]) if most else local
     return local
+
+
+def _check_current(given: Tensor, own: DTensor, where: Where, slot: int | None = None) -> None:
+    """Raises for a part of a state that is this Parameter's own memory, where experts have changed places in it since.
+
+    Args:
+        slot: where the row of a list's expert is now; None for all of a Parameter whose rows are in no order that a state has.
+    """
+    local = own.to_local()
+    held = given.to_local() if isinstance(given, DTensor) else given
+    same = bool(local.numel()) and held.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    if same and (slot is None or held.data_ptr() != local[slot - slots_here(own, where).start].data_ptr()):
+        raise ParallelError(
+            f"this state_dict was taken before plan.balance moved experts of {where.layer}, and has what is in their places now: take "
+            "it anew"
+        )
 
 
 def _rows(own: DTensor, rows: Tensor, where: Where) -> DTensor:

@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor
 
 import moefuse
 from tests.cpu.capture_case import Seen, capturing
-from tests.dist import scenes
+from tests.dist import layers, scenes
 from tests.zoo.tiny import build
 
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
+LINEARS = r".*experts\.\d+\.[02]"
+"""Those of each expert in a list."""
 
 
 class Layer(nn.Module):
@@ -90,6 +92,49 @@ def merged(rank: int) -> tuple[str, float]:
         off = (model.merge_and_unload()(x) - single.merge_and_unload()(x)).abs().max().item()
     assert not any(name.startswith("_moefuse") for module in model.modules() for name in vars(module))
     return said, off
+
+
+def frozen(rank: int) -> tuple[list[bool], list[bool], int]:
+    """PEFT's two adapters of experts in a list, of which one is frozen when the list has their weights.
+
+    Returns:
+        Whether Parameters of the frozen one are, and those of the other one; how many Parameters an expert's module says that it has.
+    """
+    import peft
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=LINEARS, init_lora_weights=False)
+    model: Any = peft.get_peft_model(layers.Model(layers.Listed, 4), config)  # type: ignore[arg-type]
+    model.add_adapter("two", config)
+    model.base_model.set_adapter(["default", "two"])
+    moefuse.parallelize(model, scenes.mesh())
+    model.set_requires_grad("default", requires_grad=False)
+    model(torch.randn(5, layers.H, generator=torch.Generator().manual_seed(rank))).sum().backward()
+    of = {which: [p for name, p in model.named_parameters() if f"_{which}_" in name] for which in ("default", "two")}
+    assert all(p.grad is None for p in of["default"])
+    assert any(p.grad is not None for p in of["two"])
+    inner = model.base_model.model.first.experts[0][0].lora_A["default"]
+    return [p.requires_grad for p in of["default"]], [p.requires_grad for p in of["two"]], len(list(inner.parameters()))
+
+
+def saved(rank: int, folder: str, kind: str) -> list[str]:
+    """``save_pretrained`` of PEFT's model that was there before experts were spread: the names of the tensors in it that differ."""
+    import peft
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    how: dict[str, Any] = {"target_parameters": PARAMETERS, "target_modules": []} if kind == "stacked" else {"target_modules": LINEARS}
+    inner: Any = Layer() if kind == "stacked" else layers.Model(layers.Listed, 4)
+    single: Any = peft.get_peft_model(inner, peft.LoraConfig(r=2, init_lora_weights=False, **how))
+    model = copy.deepcopy(single)
+    moefuse.parallelize(model, scenes.mesh())
+    model.save_pretrained(f"{folder}/spread")
+    if rank:
+        return []
+    single.save_pretrained(f"{folder}/single")
+    found, wanted = (load_file(f"{folder}/{name}/adapter_model.safetensors") for name in ("spread", "single"))
+    assert wanted
+    return [name for name in found.keys() | wanted.keys() if name not in found or name not in wanted or not found[name].equal(wanted[name])]
 
 
 def _apart(model: nn.Module, single: nn.Module) -> list[float]:

@@ -131,6 +131,7 @@ def refusals(rank: int) -> list[str]:
     del optimizer
     refused({})
     refused({"third": [1] * E})
+    refused(None)
     refused(load if rank else {plan.layers[0].name: [-1] * E})
     before = [layer.placement for layer in plan.layers]
     after = plan.balance(load if rank else {})  # a rank without tokens has run no layer
@@ -140,3 +141,53 @@ def refusals(rank: int) -> list[str]:
     plan = moefuse.parallelize(odd, scenes.mesh())
     refused({layer.name: [1] * (E - 1) for layer in plan.layers})
     return said
+
+
+def states_from_before(rank: int, kind: type[nn.Module]) -> dict[str, Any]:
+    """What is said to states that were taken before experts moved, and how far outputs are off after all of them."""
+    model, exact, plan = _model(kind)
+    held, copied, full = model.state_dict(), copy.deepcopy(model.state_dict()), moefuse.full_state_dict(model)
+    plan.balance(load_of(plan, 0))
+    said: dict[str, Any] = {}
+    for name, state in {"held": held, "copied": copied, "anew": model.state_dict(), "full": full}.items():
+        try:
+            model.load_state_dict(state)
+            said[name] = ""
+        except (moefuse.ParallelError, RuntimeError) as error:
+            said[name] = str(error)
+    x = _tokens(rank, False)
+    with torch.no_grad():
+        said["off"] = (model(x) - exact(x)).abs().max().item()
+    return said
+
+
+def wrapped(rank: int, kind: type[nn.Module]) -> list[int]:
+    """How many layers moved by loads under other names: in one wrapper, in two, the plan's model in one; and by names of something else."""
+    found = []
+    for before, around in (("", "module."), ("", "base_model.model."), ("0.", ""), ("", "other")):
+        torch.manual_seed(0)
+        inner = layers.Model(kind, E)
+        plan = moefuse.parallelize(nn.Sequential(inner) if before else inner, scenes.mesh())
+        load = {
+            around + layer.name.removeprefix(before): counts for layer, counts in zip(plan.layers, load_of(plan, 0).values(), strict=True)
+        }
+        try:
+            after = plan.balance(load)
+        except moefuse.ParallelError:
+            found.append(0)
+            continue
+        found.append(sum(a.placement != b.placement for a, b in zip(plan.layers, after.layers, strict=True)))
+    return found
+
+
+def alone(rank: int) -> str:
+    """Rank 0 balances, and rank 1 runs the model."""
+    model, _, plan = _model(layers.Stacked)
+    try:
+        if rank == 0:
+            plan.balance(load_of(plan, 0))
+        else:
+            model(_tokens(rank, False))
+    except moefuse.PeerError as error:
+        return str(error)
+    return "nothing"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.dist import adapters
@@ -35,6 +37,23 @@ def test_merged(two: Workers) -> None:
     for said, off in two.run(adapters.merged):
         assert "was written to, and is put together from all ranks each time it is read" in said
         assert off == 0
+
+
+def test_frozen(two: Workers) -> None:
+    """By the modules that they were in, as PEFT does it: all experts' at once, for they are one Parameter."""
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    for default, other, inner in two.run(adapters.frozen):
+        assert default
+        assert not any(default)
+        assert other
+        assert all(other)
+        assert inner == 1
+
+
+@pytest.mark.parametrize("kind", ["stacked", "listed"])
+def test_saved(two: Workers, kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    assert two.run(adapters.saved, str(tmp_path), kind) == [[], []]
 
 
 def test_a_parametrisation_that_stays(two: Workers) -> None:

@@ -43,13 +43,38 @@ def test_by_measured_load(two: Workers) -> None:
 
 def test_refusals(two: Workers) -> None:
     for rank, said in enumerate(two.run(balanced.refusals)):
-        floats, many, grads, optimizer, nothing, third, one, moved, odd = said
+        floats, many, grads, optimizer, nothing, third, none, one, moved, odd = said
         assert "the load of first has to be counts [calls, 6], integers from 0 on" in floats
         assert "the load of first has to be counts" in many
-        assert "experts of first have gradients, which stay where they are: balance behind zero_grad()" in grads
+        assert "experts of first (of the model, or a deepcopy of it) have gradients, which stay where they are: " in grads
         assert "an optimizer (SGD) has experts, as of first, and its states do not move: balance is for inference" in optimizer
         assert nothing == "the load has no layer, and the plan first, second"
         assert third == "the load has third, and the plan first, second"
+        assert none == "a load is a mapping of layers to counts, as moefuse.load_of gives it, and not NoneType"
         assert ("another rank refuses to balance" if rank else "the load of first has to be counts") in one
         assert moved == "True"
         assert "first has 5 experts on 2 ranks: balance needs equally many on each" in odd
+
+
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+def test_states_from_before(two: Workers, kind: type[nn.Module]) -> None:
+    """A state_dict shares the weights' memory, where other experts are now: loading it is an error; one that is full, or new, is loaded."""
+    for said in two.run(balanced.states_from_before, kind):
+        other = "some experts of first that other ranks hold are in the state, and some are not: what one rank had before plan.balance"
+        held = "this state_dict was taken before plan.balance moved experts of first" if kind is layers.Stacked else other
+        assert held in said["held"]
+        assert other in said["copied"] if kind is layers.Listed else said["copied"] == ""
+        assert (said["anew"], said["full"]) == ("", "")
+        assert said["off"] < 1e-5
+
+
+def test_loads_of_wrapped_models(two: Workers) -> None:
+    """Counted in a model that stands in another one (DDP, PEFT, Sequential), or the other way round."""
+    assert two.run(balanced.wrapped, layers.Stacked) == [[2, 2, 2, 0]] * 2
+
+
+def test_one_rank_that_calls_something_else(two: Workers) -> None:
+    """It is told in words of the layer, by all."""
+    here, there = two.run(balanced.alone)
+    assert "first: " in here, here
+    assert "first" in there, there
