@@ -22,6 +22,7 @@ INTEGRATIONS = {
     "transformers.distributed.expert_parallel": "moefuse.integrations.transformers_ep",
     "transformers.integrations.finegrained_fp8": "moefuse.integrations.transformers_fp8",
     "transformers.integrations.moe": "moefuse.integrations.transformers",
+    "transformers.trainer": "moefuse.integrations.transformers_trainer",
     "transformers.utils.output_capturing": "moefuse.integrations.transformers_outputs",
 }
 """The module that an integration adds something to -> the integration."""

@@ -27,7 +27,9 @@ def keep_open() -> None:
     from torch._subclasses.fake_impls import op_implementations_dict
 
     aten = torch.ops.aten
-    makers = {getattr(aten, name).default: functools.partial(_open, memo=memo) for name, memo in _MEMOS.items()}
+    makers: dict[Any, Callable[..., Any]] = {
+        getattr(aten, name).default: functools.partial(_open, memo=memo) for name, memo in _MEMOS.items()
+    }
     for op, maker in {**makers, aten.slice.Tensor: _open_slice}.items():
         known = op_implementations_dict.get(op)
         if known is not None and not hasattr(known, "moefuse"):
