@@ -51,13 +51,22 @@ def _open_slice(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def fake(mode: Any, func: Any, arg: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
         if _none(arg, dim) and _wanted(mode) and any(isinstance(bound, torch.SymInt) and symbols.unbacked(bound) for bound in (start, end)):
-            sizes = list(arg.shape)
-            sizes[dim] = _some(mode.shape_env)
+            sizes: list[Any] = list(arg.shape)
+            known = _between(0 if start is None else start, end) if step == 1 else None
+            sizes[dim] = _some(mode.shape_env) if known is None else known
             return arg.as_strided(sizes, arg.stride())
         return original(mode, func, arg, dim, start, end, step)
 
     fake.moefuse = True  # type: ignore[attr-defined]
     return fake
+
+
+def _between(start: Any, end: Any) -> Any:
+    """How long a slice is by its bounds, the same for each that has them; None where they may count from the end, or cross."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    bounds = (start, end, None if end is None else end - start)
+    return bounds[2] if all(bound is not None and statically_known_true(bound >= 0) for bound in bounds) else None
 
 
 def _none(arg: torch.Tensor, dim: int | None = None) -> bool:
