@@ -45,6 +45,7 @@ class Where:
         replicated: whether the ranks of the first dimension of the mesh have the same experts.
         on_gradient: what is done in each backward pass with gradients of Parameters; see ``copies.py``.
         model: its number among those that have experts on the same mesh.
+        moved: whether experts have changed ranks since.
         holders: the modules that hold rows of it (``shard.holding``).
     """
 
@@ -56,6 +57,7 @@ class Where:
     replicated: bool = False
     on_gradient: OnGradient | None = None
     model: int = 1
+    moved: bool = field(default=False, compare=False)
     holders: list[weakref.ref[nn.Module]] = field(default_factory=list, compare=False, repr=False)
 
     @property
@@ -81,6 +83,7 @@ class Where:
     def move(self, placement: Placement) -> None:
         """From now on the ranks hold experts so, as many as before; tensors of the table stay where they are."""
         object.__setattr__(self, "placement", placement)
+        object.__setattr__(self, "moved", True)
         self.table.move(placement.table())
 
     def cut(self, name: str) -> Cut | None:
