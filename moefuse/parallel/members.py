@@ -106,7 +106,8 @@ def listing(kind: type[nn.Module], held: Callable[[nn.Module], Mapping[str, nn.P
 
     def named_parameters(self: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Any]]:
         yield from kind.named_parameters(self, prefix, recurse, remove_duplicate)
-        for name, module in self.named_modules(prefix=prefix) if recurse else [(prefix, self)]:
+        # Who walks over all modules himself asks each for its own alone (DDP does).
+        for name, module in self.named_modules(prefix=prefix) if recurse else ():
             member = member_of(module)
             for own, path in member.names.items() if member is not None else ():
                 yield f"{name}.{own}".lstrip("."), held(holder_of(module))[path]
