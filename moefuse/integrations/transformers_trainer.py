@@ -17,8 +17,13 @@ from moefuse.parallel.shard import holders_of
 from moefuse.parallel.state import full_state_dict
 
 
+def _is_ours(trainer: Any) -> bool:
+    """Whether ``moefuse.parallelize`` has spread experts; a model that transformers itself has put on ranks is saved by all of them."""
+    return not getattr(trainer, "is_distributed_loading_by_transformers", False) and bool(holders_of(trainer.model))
+
+
 def _save_model(original: Any, trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> Any:
-    if not holders_of(trainer.model):
+    if not _is_ours(trainer):
         return original(trainer, output_dir, _internal_call)
     state = full_state_dict(trainer.model, keep=trainer.args.should_save)
     if trainer.args.should_save:
@@ -29,7 +34,7 @@ def _save_model(original: Any, trainer: Any, output_dir: str | None = None, _int
 
 
 def _save_optimizer(original: Any, trainer: Any, output_dir: str) -> Any:
-    if not holders_of(trainer.model):
+    if not _is_ours(trainer):
         return original(trainer, output_dir)
     if trainer.args.should_save:
         warnings.warn(

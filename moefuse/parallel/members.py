@@ -94,14 +94,14 @@ def freezing(kind: type[nn.Module], layer: Callable[[nn.Module], str]) -> dict[s
     return {"requires_grad_": requires_grad_}
 
 
-def listing(kind: type[nn.Module], held: Callable[[nn.Module], Mapping[str, nn.Parameter]]) -> dict[str, Any]:
+def listing(kind: type[nn.Module], stack: Callable[[nn.Module, str], nn.Parameter]) -> dict[str, Any]:
     """A method for the class of an expert, and of each module in it with Parameters: asked for them itself, it has the list's [E, ...].
 
     So whoever freezes adapters by the modules that they were in (PEFT) freezes them, all experts' at once. A model has them once, of the
     list.
 
     Args:
-        held: of a list, its Parameter at each path from an expert.
+        stack: of a list, its Parameter at a path from an expert.
     """
 
     def named_parameters(self: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Any]]:
@@ -110,7 +110,7 @@ def listing(kind: type[nn.Module], held: Callable[[nn.Module], Mapping[str, nn.P
         for name, module in self.named_modules(prefix=prefix) if recurse else ():
             member = member_of(module)
             for own, path in member.names.items() if member is not None else ():
-                yield f"{name}.{own}".lstrip("."), held(holder_of(module))[path]
+                yield f"{name}.{own}".lstrip("."), stack(holder_of(module), path)
 
     return {"named_parameters": named_parameters}
 

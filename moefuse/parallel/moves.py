@@ -79,9 +79,7 @@ def _named_as(load: Load, layers: Sequence[str]) -> Load:
     """A load by the names of the plan: either's model may be in a wrapper (DDP, PEFT) that the other was not in."""
     if not isinstance(load, Mapping):
         raise ParallelError(f"a load is a mapping of layers to counts, as moefuse.load_of gives it, and not {type(load).__name__}")
-    if any(_fits(name, layer) for name in load for layer in layers):
-        return load
-    for around in _around(load):
+    for around in ("", *_around(load)):
         inner = {name[len(around) :]: counts for name, counts in load.items()}
         if all(name.startswith(around) for name in load) and any(_fits(name, layer) for name in inner for layer in layers):
             return inner

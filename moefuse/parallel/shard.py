@@ -254,22 +254,19 @@ def _take(module: nn.Module, inner: str, expert: int, held: Held) -> None:
 
 
 def _of_expert(kind: type[nn.Module]) -> dict[str, Any]:
-    return {**freezing(kind, lambda expert: _where(holder_of(expert)).layer), **listing(kind, _stacks), **copying(kind, _row)}
+    return {**freezing(kind, lambda expert: _where(holder_of(expert)).layer), **listing(kind, _stack), **copying(kind, _row)}
 
 
-def _stacks(holder: nn.Module) -> dict[str, nn.Parameter]:
-    """What a list holds for its experts, by the path from one; nothing where a part of another list was made a list of its own."""
-    held = held_of(holder)
-    found = {} if held is None else {path: holder._parameters.get(name) for path, name in held.names.items()}
-    return {path: parameter for path, parameter in found.items() if parameter is not None}
+def _stack(holder: nn.Module, path: str) -> Any:
+    """What a list holds for its experts at a path from one."""
+    held: Held = vars(holder)[HELD]
+    return holder._parameters[held.names[path]]
 
 
 def _row(holder: nn.Module, path: str, expert: int) -> nn.Parameter:
     """What an expert of a list has at a path, in full; a collective call."""
-    held = held_of(holder)
-    assert held is not None
-    parameter: Any = holder._parameters[held.names[path]]
-    row = held.where.whole(path, state.held_here(parameter, held.where))[expert]
+    parameter, where = _stack(holder, path), _where(holder)
+    row = where.whole(path, state.held_here(parameter, where))[expert]
     return like(nn.Parameter(row.clone(), requires_grad=parameter.requires_grad), parameter)
 
 

@@ -148,13 +148,13 @@ def of_list(kind: type[nn.Module], names: Mapping[str, str], where_of: WhereOf, 
             state.pop(prefix + name, None)
 
     def from_state(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        missing, strict = rest[2], rest[1]
+        _, strict, missing, _, errors = rest
         # A checkpoint of the whole model is judged as a whole, by every rank alike.
         others = [key for key, expert in _keys(self, prefix) if expert not in where_of(self).mine]
         if any(key in state for key in others):
             missing.extend(lost := [key for key in others if key not in state])
             if lost and strict and where_of(self).moved:
-                rest[4].append(
+                errors.append(
                     f"some experts of {where_of(self).layer} that other ranks hold are in the state, and some are not: what one rank had "
                     "before plan.balance moved them does not fit now, moefuse.full_state_dict(model) or torch.distributed.checkpoint does"
                 )

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 import moefuse
+from moefuse.integrations import transformers_trainer
 from tests.dist import pretrained, scenes
 
 
@@ -46,6 +47,10 @@ def run(rank: int, folder: str, spread: bool) -> tuple[float, float, list[str], 
         loss = trainer.train().training_loss
         trainer.save_model(f"{folder}/end")
         state = moefuse.full_state_dict(model)
+        assert transformers_trainer._is_ours(trainer) is spread
+        # Of a model that transformers itself has put on ranks, all of them save: that is left as it is.
+        trainer.is_distributed_loading_by_transformers = True
+        assert not transformers_trainer._is_ours(trainer)
     dist.barrier()
     back = pretrained.Qwen3MoeForCausalLM.from_pretrained(f"{folder}/end").state_dict()
     off = max((back[key] - state[key]).abs().max().item() for key in state)

@@ -50,7 +50,11 @@ def _open(original: Callable[..., Any], memo: str) -> Callable[..., Any]:
 def _open_slice(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def fake(mode: Any, func: Any, arg: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-        if _none(arg, dim) and _wanted(mode) and any(isinstance(bound, torch.SymInt) and symbols.unbacked(bound) for bound in (start, end)):
+        if (
+            _zero(arg.shape[dim])
+            and _wanted(mode)
+            and any(isinstance(bound, torch.SymInt) and symbols.unbacked(bound) for bound in (start, end))
+        ):
             sizes: list[Any] = list(arg.shape)
             known = _between(0 if start is None else start, end) if step == 1 else None
             sizes[dim] = _some(mode.shape_env) if known is None else known
@@ -65,13 +69,17 @@ def _between(start: Any, end: Any) -> Any:
     """How long a slice is by its bounds, the same for each that has them; None where they may count from the end, or cross."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    bounds = (start, end, None if end is None else end - start)
-    return bounds[2] if all(bound is not None and statically_known_true(bound >= 0) for bound in bounds) else None
+    known = end is not None and all(statically_known_true(number >= 0) for number in (start, end, end - start))
+    return end - start if known else None
 
 
-def _none(arg: torch.Tensor, dim: int | None = None) -> bool:
-    """Whether a tensor, or a dimension of it, has no elements."""
-    return any(isinstance(size, int) and size == 0 for size in (arg.shape if dim is None else arg.shape[dim : dim + 1 or None]))
+def _none(arg: torch.Tensor) -> bool:
+    return any(map(_zero, arg.shape))
+
+
+def _zero(size: Any) -> bool:
+    """Without asking a symbol, which would be a guard."""
+    return isinstance(size, int) and size == 0
 
 
 def _wanted(mode: Any) -> bool:
