@@ -86,8 +86,8 @@ def _wait_for_all(kind: Any, group: Any) -> None:
         dist.monitored_barrier(group, timeout=WAIT)
     except RuntimeError as error:
         raise PeerError(
-            f"{kind.__name__}: save_pretrained gathers the experts of all ranks, so each has to call it (transformers' Trainer calls it on "
-            f"one: call it yourself, or give it moefuse.full_state_dict(model)): {str(error).splitlines()[0]}"
+            f"{kind.__name__}: save_pretrained gathers the experts of all ranks, so each has to call it (code that runs on one of them "
+            f"can give it moefuse.full_state_dict(model), which each has called): {str(error).splitlines()[0]}"
         ) from error
 
 
