@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import moefuse
 from moefuse import _torch_private
@@ -191,3 +194,108 @@ def alone(rank: int) -> str:
     except moefuse.PeerError as error:
         return str(error)
     return "nothing"
+
+
+class Once(layers.Stacked):
+    """One expert a token: its result comes from one rank, and all others add zeros."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = self.router(x).softmax(-1).topk(1)
+        return weights, ids
+
+
+class Exact(layers.Stacked):
+    """Of tokens that are small integers every sum is exact in float32: its order, which changes where experts do, does not matter."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        with torch.no_grad():
+            self.gate_up.random_(-1, 2)
+            self.down.random_(-1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        weights = (weights * 256).round() / 256
+        out = torch.zeros_like(x)
+        for e in range(len(self.gate_up)):
+            token, slot = torch.where(ids == e)
+            gate, up = F.linear(x[token], self.gate_up[e]).chunk(2, -1)
+            out.index_add_(0, token, F.linear(F.relu(gate) * up, self.down[e]) * weights[token, slot, None])
+        return out
+
+
+def swapping(plan: Any, turn: int) -> dict[str, list[int]]:
+    """Counts by which an expert of one rank and one of the other change places, others at each turn, and all once in E / 2 turns.
+
+    With that swap, and no other one, both ranks have 8000 to do.
+    """
+    load = {}
+    for layer in plan.layers:
+        first, second = layer.placement.ranks
+        slots = len(first)
+        hot, cold = first[turn % slots], second[(turn + turn // slots) % slots]
+        counts = [1500 + 4000 // (slots - 1) * (e in first) for e in range(E)]
+        counts[hot], counts[cold] = 5000, 1000
+        load[layer.name] = counts
+    return load
+
+
+def kept(
+    rank: int, kind: type[nn.Module], how: dict[str, Any], device: str = "cpu", steps: int = 27, every: int = 4
+) -> tuple[int, float, list[list[int]]]:
+    """A model whose experts move every few steps beside one that is spread alike and stays as it is, in CUDA graphs on GPUs.
+
+    (Outputs that are not the same bit for bit, how far they are from one process, how often each expert of each layer has moved.) Bits can
+    be compared since an expert has the same rows in the same order on any rank, and tiles depend on the most tokens alone; the order of a
+    token's sum over experts and ranks does change where experts do, but both kinds have sums that it does not matter for.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    single = (nn.Sequential(kind(E)) if kind is Exact else layers.Model(kind, E)).to(device)
+    mesh = init_device_mesh(device, (2,), mesh_dim_names=("ep",))["ep"]
+    moving, staying = copy.deepcopy(single), copy.deepcopy(single)
+    plan, _ = (moefuse.parallelize(model, mesh, max_tokens=33, **how) for model in (moving, staying))
+    x, source = torch.zeros(33 if rank else 17, layers.H, device=device), torch.Generator(device).manual_seed(rank)
+    wrong, off = torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), device=device)
+    moves = [[0] * E for _ in plan.layers]
+    with torch.no_grad():
+        run = _compiled(moving, device)
+        graph, wanted_graph = _repeated(run, x), _repeated(_compiled(staying, device), x)
+        for step in range(steps):
+            x.random_(-4, 5, generator=source)
+            filled = torch.full((1 << 20,), float("nan"), device=device)
+            del filled
+            found, wanted = graph(), wanted_graph()
+            wrong += (found != wanted).any()  # of NaN, too
+            if step % every == every - 1:
+                wrong += (run(x) != wanted).any()  # not in the graph
+                exact = single(x)
+                off = torch.maximum(off, (found - exact).abs().max() / exact.abs().max())
+                before, plan = plan, plan.balance(swapping(plan, step // every))
+                for count, old, new in zip(moves, before.layers, plan.layers, strict=True):
+                    for e in set(old.here) - set(new.here) | set(new.here) - set(old.here):
+                        count[e] += 1
+    return int(wrong), off.item(), moves
+
+
+def _compiled(model: nn.Module, device: str) -> Any:
+    return compiled(model) if device == "cpu" else torch.compile(model, backend="moefuse", dynamic=False)
+
+
+def _repeated(run: Any, x: Tensor) -> Callable[[], Tensor]:
+    """``run(x)``, by a CUDA graph on a GPU, into memory that is full of NaN."""
+    if not x.is_cuda:
+        return lambda: run(x)  # type: ignore[no-any-return]
+    for _ in range(3):
+        run(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out: Tensor = run(x)
+
+    def again() -> Tensor:
+        out.fill_(float("nan"))
+        graph.replay()
+        return out
+
+    return again

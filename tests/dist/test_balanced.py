@@ -28,6 +28,15 @@ def test_moved(two: Workers, kind: type[nn.Module], how: dict[str, Any]) -> None
         assert {what: error for what, error in off.items() if error > 1e-5} == {}
 
 
+@pytest.mark.parametrize("kind", [balanced.Once, balanced.Exact])
+def test_bit_for_bit(two: Workers, kind: type[nn.Module]) -> None:
+    """Every expert moves, twice; as on GPUs (tests/gpu/test_ranks.py)."""
+    for wrong, off, moves in two.run(balanced.kept, kind, {}):
+        assert wrong == 0
+        assert off <= 1e-5
+        assert moves == [[2] * balanced.E] * len(moves)
+
+
 def test_by_measured_load(two: Workers) -> None:
     """Counts are of a rank's own tokens, the plan is of all; ``layers=1`` leaves the other layer to the next call."""
     found = two.run(balanced.by_measured_load, layers.Stacked)
