@@ -16,7 +16,7 @@ NUMBERS = 3 * 2048 * 768
 
 
 @st.composite
-def loads(draw: st.DrawFn) -> tuple[Placement, list[tuple[float, float]]]:
+def loads(draw: st.DrawFn) -> tuple[Placement, list[float]]:
     world, slots = draw(st.integers(1, 12)), draw(st.integers(1, 8))
     counts = draw(st.lists(st.integers(0, 10_000), min_size=world * slots, max_size=world * slots))
     work = work_of(counts, draw(st.integers(1, 100)), NUMBERS, 2)
@@ -24,7 +24,7 @@ def loads(draw: st.DrawFn) -> tuple[Placement, list[tuple[float, float]]]:
 
 
 @given(loads())
-def test_nobody_takes_longer_and_everybody_keeps_as_many(drawn: tuple[Placement, list[tuple[float, float]]]) -> None:
+def test_nobody_takes_longer_and_everybody_keeps_as_many(drawn: tuple[Placement, list[float]]) -> None:
     before, work = drawn
     after = balanced(before, work)
     assert max(times(after, work)) <= max(times(before, work)) * (1 + 1e-9)
@@ -36,7 +36,7 @@ def test_nobody_takes_longer_and_everybody_keeps_as_many(drawn: tuple[Placement,
 
 
 @given(loads(), st.randoms(use_true_random=False))
-def test_moves_in_rings_give_the_placement(drawn: tuple[Placement, list[tuple[float, float]]], rng: random.Random) -> None:
+def test_moves_in_rings_give_the_placement(drawn: tuple[Placement, list[float]], rng: random.Random) -> None:
     """One ring after another, in any order, each of which leaves every other slot as it was."""
     before, work = drawn
     after = balanced(before, work)
@@ -56,17 +56,19 @@ def test_the_worst_order(world: int) -> None:
     work = _zipf(4096 * world)
     before, after = linear(128, world), balanced(linear(128, world), work)
     every = times(after, work)
-    hottest = max(max(one) for one in work)
+    hottest = max(work)
     assert unbalance(before, work) > 1.1
     assert max(every) <= max(1.05 * sum(every) / world, 1.3 * hottest)
 
 
-def test_where_all_experts_are_read_nothing_moves() -> None:
-    """64 tokens a rank read every expert: rows are unequal, and time is not."""
-    assert balanced(linear(128, 8), _zipf(64 * 8)).name == "linear"
+def test_where_all_experts_are_read_rows_count_too() -> None:
+    """512 tokens a rank read every expert, and the rows come on top: measured, 1.2 times as long as balanced with Zipf(1.2)."""
+    work = _zipf(512 * 2)
+    assert unbalance(linear(128, 2), work) > 1.04
+    assert unbalance(balanced(linear(128, 2), work), work) <= ENOUGH
 
 
-def _zipf(tokens: int) -> list[tuple[float, float]]:
+def _zipf(tokens: int) -> list[float]:
     weights = torch.arange(1, 129, dtype=torch.float64).pow(-0.8)
     gumbel = -torch.empty(tokens, 128, dtype=torch.float64).exponential_(generator=torch.Generator().manual_seed(0)).log()
     counts = (weights.log() + gumbel).topk(8).indices.flatten().bincount(minlength=128)
@@ -74,15 +76,13 @@ def _zipf(tokens: int) -> list[tuple[float, float]]:
 
 
 def test_few_tokens_are_reads() -> None:
-    """With few tokens an expert that has one token takes as long as one that has seven: rows alone would pair them otherwise."""
+    """With few tokens an expert that has one token takes nearly as long as one that has seven: rows alone would pair them otherwise."""
     counts = [7, 1, 1, 0]
     few = work_of(counts, 1, NUMBERS, 2)
     many = work_of([1000 * c for c in counts], 1, NUMBERS, 2)
-    reads = [read for _, read in few]
-    assert unbalance(balanced(linear(4, 2), few), few) == pytest.approx(max(reads[0], reads[1] + reads[2]) * 2 / sum(reads), rel=1e-6)
+    assert few[1] / few[0] > 0.6
     assert {frozenset(rank) for rank in balanced(linear(4, 2), many).ranks} == {frozenset({0, 3}), frozenset({1, 2})}
-    assert few[1][1] / few[0][1] > 0.6
-    assert many[1][0] / many[0][0] == pytest.approx(1 / 7)
+    assert many[1] / many[0] < 0.2
 
 
 def test_nothing_was_chosen() -> None:
