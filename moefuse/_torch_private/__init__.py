@@ -78,6 +78,7 @@ from moefuse._torch_private.distributed import (
     sharded_over as sharded_over,
     symmetric_memory as symmetric_memory,
     symmetric_peers as symmetric_peers,
+    symmetric_views as symmetric_views,
     timeout_of as timeout_of,
 )
 from moefuse._torch_private.dynamo_state import (

@@ -58,6 +58,14 @@ def symmetric_peers(memory: torch.Tensor, group: Any) -> list[int]:
     return [int(p) for p in handle.buffer_ptrs]
 
 
+def symmetric_views(memory: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """What :func:`symmetric_peers` let be written: each rank's memory [bytes] uint8, as tensors of this rank's device."""
+    from torch.distributed import _symmetric_memory
+
+    handle = _symmetric_memory.rendezvous(memory, group)
+    return [handle.get_buffer(rank, (memory.numel(),), torch.uint8) for rank in range(handle.world_size)]
+
+
 @contextlib.contextmanager
 def _without_multicast() -> Iterator[None]:
     """In this block torch binds no memory to NVLink's multicast objects: nothing here reads them, and not every host has them to give."""

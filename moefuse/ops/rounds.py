@@ -29,6 +29,7 @@ from moefuse.ops.schema import implement
 from moefuse.runtime import transports
 from moefuse.runtime.groups import Terms
 from moefuse.runtime.peers import peers
+from moefuse.runtime.transports import beside
 from moefuse.runtime.transports.base import most_tokens
 
 LEAST = 128
@@ -65,6 +66,9 @@ def _infer(*given: Any) -> Tensor:
 
 
 def _round(terms: Terms, call: ExpertsCall, place: Tensor | None, slots: int) -> Tensor:
+    hidden = beside.layer(terms, call, place, slots)
+    if hidden is not None:
+        return hidden
     how = transports.transport(terms)
     arrived = how.dispatch(terms, [call.x, call.weights], call.ids, place, slots)
     local = arrived.ids if arrived.local else local_ids(arrived.ids, place, slots, terms.text)

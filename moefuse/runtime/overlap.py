@@ -36,16 +36,16 @@ class Side:
     join: torch.cuda.Event
 
 
-_SIDES: dict[tuple[int, int], Side] = {}
-"""One for each current stream, by device and stream."""
+_SIDES: dict[tuple[int, int, bool], Side] = {}
+"""By device and current stream; and whether it goes ahead."""
 
 
-def side_of(current: torch.cuda.Stream) -> Side:
-    """The side stream of a stream."""
-    key = current.device_index, current.cuda_stream
+def side_of(current: torch.cuda.Stream, ahead: bool = False) -> Side:
+    """The side stream of a stream; ``ahead``: another one, whose programs find room before those of the stream."""
+    key = current.device_index, current.cuda_stream, ahead
     side = _SIDES.get(key)
     if side is None:
-        stream = torch.cuda.Stream(current.device)
+        stream = torch.cuda.Stream(current.device, priority=-1 if ahead else 0)
         side = _SIDES[key] = Side(stream, torch.cuda.Event(), torch.cuda.Event())
     return side
 

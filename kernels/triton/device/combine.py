@@ -27,23 +27,38 @@ def slot_row(
 def combine_slots(
     y, ids, weights, position, out, top_k, E, N, at_ids, at_weights,
     SCALE: tl.constexpr, SORTED: tl.constexpr, EVEN_N: tl.constexpr, BN: tl.constexpr, KNOWN: tl.constexpr, PDL: tl.constexpr,
+    SPARSE: tl.constexpr,
 ):  # fmt: skip
     """out [T, N] = sum over k of weights[t, k] * y[t*K + k], slot 0 first; y [S, N] in slot order. Rows of invalid ids are not read.
 
-    SORTED: row position[slot] of y belongs to a slot. SCALE: the routing weight goes on the output. KNOWN: K, or 0 for a loop.
+    SORTED: row position[slot] of y belongs to a slot. SCALE: the routing weight goes on the output. KNOWN: K, or 0 for a loop. SPARSE:
+    tokens without a valid id are not written.
     """
     after_previous(PDL)
     let_next_start(PDL)
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros([BN], tl.float32)
+    inside = n < N
+    if SPARSE:
+        inside &= _any_valid(ids, t, top_k, E, at_ids)
     if KNOWN:
         for k in tl.static_range(KNOWN):
             total += slot_row(y, ids, weights, position, t, k, n, top_k, E, N, at_ids, at_weights, SCALE, SORTED, EVEN_N)
     else:
         for k in range(top_k):
             total += slot_row(y, ids, weights, position, t, k, n, top_k, E, N, at_ids, at_weights, SCALE, SORTED, EVEN_N)
-    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)  # [BN]
+    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=inside)  # [BN]
+
+
+@triton.jit
+def _any_valid(ids, t, top_k, E, at_ids):
+    """Whether an id of a token is one."""
+    found = 0
+    for k in range(top_k):
+        e = tl.load(ids + t * at_ids.row + k * at_ids.col).to(tl.int64)  # []
+        found = tl.where((e >= 0) & (e < E), 1, found)
+    return found > 0
 
 
 @triton.jit

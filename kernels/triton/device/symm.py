@@ -44,18 +44,27 @@ def _current(turn):
 @triton.jit(do_not_specialize=["M", "rank"])
 def barrier(bases, turn, flags, M, rank, at_flags, patience, WORLD: tl.constexpr, BW: tl.constexpr, TIMED: tl.constexpr):
     """One program, between a push and a take."""
-    _meet(bases, turn, flags, M, rank, at_flags, patience, WORLD, BW, TIMED)
+    _meet(bases, tl.load(turn + 1), flags, M, rank, at_flags, patience, WORLD, BW, TIMED)
+
+
+@triton.jit(do_not_specialize=["M", "rank"])
+def barrier_of_its_own(bases, turn, flags, M, rank, at_flags, patience, WORLD: tl.constexpr, BW: tl.constexpr, TIMED: tl.constexpr):
+    """One program, for a transfer that other kernels push or take, which do not count it."""
+    now = tl.load(turn)  # []
+    _meet(bases, now, flags, M, rank, at_flags, patience, WORLD, BW, TIMED)
+    tl.store(turn + 1, now)
+    tl.store(turn, now + 1)
 
 
 @triton.jit
-def _meet(bases, turn, flags, M, rank, at_flags, patience, WORLD: tl.constexpr, BW: tl.constexpr, TIMED: tl.constexpr):
+def _meet(bases, now, flags, M, rank, at_flags, patience, WORLD: tl.constexpr, BW: tl.constexpr, TIMED: tl.constexpr):
     """The first program tells all ranks that this one has pushed; every program waits until they all have.
 
     TIMED (CUDA): after ``patience`` nanoseconds the device traps, for there is no other way out of a wait for a rank that is gone. It does
     so at once where another rank has another M, and rows are not where this one looks for them.
     """
     r = tl.arange(0, BW)
-    count = tl.load(turn + 1) + 1  # []
+    count = now + 1
     at_most = 64 + (count & 1) * 64
     if tl.program_id(0) == 0:
         theirs = (tl.load(bases + r, mask=r < WORLD, other=0) + at_flags).to(tl.pointer_type(tl.int32))  # [BW]
@@ -181,7 +190,7 @@ def take_tokens(
 ):  # fmt: skip
     """N rows of other ranks: what has come of each; zeros and -1 where this rank has none of its experts."""
     if WAITS:
-        _meet(bases, turn, flags, M, rank, at_flags, patience, WORLD, BP, TIMED)
+        _meet(bases, tl.load(turn + 1), flags, M, rank, at_flags, patience, WORLD, BP, TIMED)
     base = _set(bases, rank, _current(turn), set_bytes)
     k = tl.arange(0, BK)
     for n in range(tl.program_id(0), N, tl.num_programs(0)):
@@ -199,15 +208,17 @@ def take_tokens(
 @triton.jit(do_not_specialize=["T", "M", "rank"])
 def push_rows(
     rows, bases, to, turn, out, T, M, rank, scale, set_bytes, at,
-    F: tl.constexpr, B: tl.constexpr, WORLD: tl.constexpr, SCALED: tl.constexpr,
+    F: tl.constexpr, B: tl.constexpr, WORLD: tl.constexpr, SCALED: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row and rank: row t of ``rows`` [T, F] to rank r, if it is one of ``to`` [T]; own ones into ``out`` [P * M, F]."""
+    """A program for each row and rank: row t of ``rows`` [T, F] to rank r, if it is one of ``to`` [T]; with OWN own ones into ``out``
+    [P * M, F]."""
     t, r = _each(tl.program_id(0).to(tl.int64), WORLD)
     now = _next(turn)
     live = ((tl.load(to + t, mask=t < T, other=0) >> r) & 1) > 0  # []
     here = rank * M + t
     if r == rank:
-        _copy_scaled(rows + t * F, out + here * F, live, scale, F, B, SCALED)
+        if OWN:
+            _copy_scaled(rows + t * F, out + here * F, live, scale, F, B, SCALED)
     elif live:
         base = _set(bases, r, now, set_bytes) + at
         _copy_scaled(rows + t * F, base.to(tl.pointer_type(rows.dtype.element_ty)) + here * F, live, scale, F, B, SCALED)
@@ -220,7 +231,7 @@ def take_rows(
 ):  # fmt: skip
     """N rows of other ranks into ``out`` [P * M, F]; zeros where ``took`` is not set."""
     if WAITS:
-        _meet(bases, turn, flags, M, rank, at_flags, patience, WORLD, BP, TIMED)
+        _meet(bases, tl.load(turn + 1), flags, M, rank, at_flags, patience, WORLD, BP, TIMED)
     base = _set(bases, rank, _current(turn), set_bytes) + at
     for n in range(tl.program_id(0), N, tl.num_programs(0)):
         t, r = _other(_wide(n), M, rank)
@@ -243,11 +254,12 @@ def push_back(rows, bases, took, turn, M, rank, set_bytes, at, F: tl.constexpr, 
 def take_sums(
     own, bases, to, turn, flags, out, M, rank, T, at_flags, patience, scale, set_bytes, at,
     WAITS: tl.constexpr, WORLD: tl.constexpr, BP: tl.constexpr, TIMED: tl.constexpr, WIDE: tl.constexpr, F: tl.constexpr, B: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
-    """What the ranks of ``to`` have sent for each token, this one's in ``own`` [P * M, F]: added in order in WIDE, times ``scale``, rounded
-    once."""
+    """What the ranks of ``to`` have sent for each token, this one's in ``own`` [P * M, F], or APART [T, F]: added in order in WIDE, times
+    ``scale``, rounded once."""
     if WAITS:
-        _meet(bases, turn, flags, M, rank, at_flags, patience, WORLD, BP, TIMED)
+        _meet(bases, tl.load(turn + 1), flags, M, rank, at_flags, patience, WORLD, BP, TIMED)
     came = (_set(bases, rank, _current(turn), set_bytes) + at).to(tl.pointer_type(out.dtype.element_ty))
     for n in range(tl.program_id(0), T, tl.num_programs(0)):
         t = _wide(n)
@@ -258,7 +270,8 @@ def take_sums(
             for r in tl.static_range(WORLD):
                 live = (((who >> r) & 1) > 0) & (o < F)
                 if r == rank:
-                    total += tl.load(own + (r * M + t) * F + o, mask=live, other=0).to(WIDE)  # [B]
+                    at = t if APART else r * M + t
+                    total += tl.load(own + at * F + o, mask=live, other=0).to(WIDE)  # [B]
                 else:
                     total += tl.load(came + (r * M + t) * F + o, mask=live, other=0).to(WIDE)  # [B]
             tl.store(out + t * F + o, (total * scale).to(out.dtype.element_ty), mask=o < F)  # [B]

@@ -58,13 +58,17 @@ class Plan(Planned):
         return out
 
     def start(self, call: ExpertsCall, steps: Sequence[Launch], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Launch some steps. The tensor behind each name: sections of a new workspace, operands, and ``more``."""
-        space = torch.empty(self.workspace.size, dtype=torch.uint8, device=call.device)
-        own = {"x": call.x, "ids": call.ids, "weights": call.weights}
-        tensors = {**self.workspace.views(space), **self._operands(call.lists), **own, **more}
+        """Launch some steps with what :meth:`tensors` gives."""
+        tensors = self.tensors(call, more)
         for step in steps:
             as_launch(step, [tensors[name] for name in step.names])
         return tensors
+
+    def tensors(self, call: ExpertsCall, more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensor behind each name: sections of a new workspace, operands, and ``more``."""
+        space = torch.empty(self.workspace.size, dtype=torch.uint8, device=call.device)
+        own = {"x": call.x, "ids": call.ids, "weights": call.weights}
+        return {**self.workspace.views(space), **self._operands(call.lists), **own, **more}
 
     def _operands(self, lists: Lists) -> dict[str, Tensor]:
         """The tensor behind each weight and bias name; a name without one gets some other tensor, which is not read."""

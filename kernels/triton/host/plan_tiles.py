@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -81,7 +82,7 @@ def build_sorted_rows(plan: Planned, inverse: bool) -> None:
     block = min(power_of_two(h), 1024 if inverse else 256)
     rows = 1 if inverse else 8
     arrays = {"x": "x", "weights": "weights", "offsets": "offsets", "xs": "xs"}
-    plan.launch(
+    made = plan.launch(
         routing.spread_rows if inverse else routing.sort_rows,
         (plan.tokens if inverse else -(-s // rows), -(-h // block)),
         4,
@@ -98,6 +99,8 @@ def build_sorted_rows(plan: Planned, inverse: bool) -> None:
         PDL=plan.pdl,
         **({} if inverse else {"ROWS": rows}),
     )
+    if inverse:
+        plan.by_token["spread"] = made
 
 
 def grid(plan: Planned, part: Tiles, tiles: int) -> tuple[int]:
@@ -225,7 +228,8 @@ def build_down(plan: Planned, down: Tiles, max_tiles: int) -> None:
 
 def build_sum(plan: Planned, in_order: bool) -> None:
     n, block = plan.out, min(power_of_two(plan.out), 1024)
-    plan.launch(
+    add = functools.partial(
+        plan.made,
         combine.combine_slots,
         (plan.tokens, -(-n // block)),
         4,
@@ -242,3 +246,5 @@ def build_sum(plan: Planned, in_order: bool) -> None:
         KNOWN=plan.top_k if plan.top_k <= UNROLLED else 0,
         PDL=plan.pdl,
     )
+    plan.by_token |= {"sum": add(SPARSE=False), "sparse sum": add(SPARSE=True)}
+    plan.steps.append(plan.by_token["sum"])

@@ -17,7 +17,12 @@ from moefuse.tuning.problem import Config, Problem, Tiles, Vectors
 
 
 class Planned:
-    """Sizes, strides and dtypes of all calls of a kind, and the launches so far."""
+    """Sizes, strides and dtypes of all calls of a kind, and the launches so far.
+
+    Attributes:
+        by_token: launches with a row of programs for each token, which may be made for some tokens at a time (``arriving.py``): "spread"
+            copies their rows into sorted order, "sum" adds up what their slots have, "sparse sum" writes nothing for a token without one.
+    """
 
     config: Config
     specialised: bool
@@ -44,6 +49,7 @@ class Planned:
         self.strides_x, self.strides_ids, self.strides_weights = Rows(*x.stride()), Rows(*ids.stride()), Rows(*weights.stride())
         self.workspace = Workspace()
         self.steps: list[Launch] = []
+        self.by_token: dict[str, Launch] = {}
         self.apart: set[str] = set()
 
     def uniform(self, call: ExpertsCall) -> ExpertsCall:
@@ -107,9 +113,17 @@ class Planned:
 
     def launch(
         self, kernel: Any, grid: Sequence[int], part: Tiles | Vectors | int, arrays: Mapping[str, str | Described], **numbers: Any
-    ) -> None:
+    ) -> Launch:
         """Add a launch. ``part`` says how many warps and stages; ``arrays``: by parameter, the name of an input or a section."""
+        made = self.made(kernel, grid, part, arrays, **numbers)
+        self.steps.append(made)
+        return made
+
+    def made(
+        self, kernel: Any, grid: Sequence[int], part: Tiles | Vectors | int, arrays: Mapping[str, str | Described], **numbers: Any
+    ) -> Launch:
+        """A launch that is no step yet."""
         options = {"num_warps": part} if isinstance(part, int) else {"num_warps": part.warps, "num_stages": max(part.stages, 1)}
         if self.pdl:
             options["launch_pdl"] = True
-        self.steps.append(Launch(kernel, grid, arrays, numbers, **options))
+        return Launch(kernel, grid, arrays, numbers, **options)

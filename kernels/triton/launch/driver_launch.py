@@ -63,6 +63,8 @@ class Driver:
             self.launch: Any = library.cuLaunchKernelEx
             self.encode: Any = library.cuTensorMapEncodeTiled
             self.fill: Any = library.cuMemsetD8Async
+            self.note: Any = library.cuEventRecord
+            self.wait: Any = library.cuStreamWaitEvent
         except (OSError, AttributeError) as error:
             raise NotImplementedError(str(error)) from None
 

@@ -11,6 +11,7 @@ The time is of the host for one launch, with the driver's function replaced by o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -57,6 +58,12 @@ class Launch:
         self.descs = tuple([(i, a) for i, a in enumerate(shown) if isinstance(a, Described)])
         self.begins = tuple([i for i, a in enumerate(shown) if isinstance(a, Begin)])
         self.compiled: Any = None
+
+    def over(self, rows: int) -> Launch:
+        """The same with another first dimension of its grid."""
+        it = copy.copy(self)
+        it.grid = (rows, *self.grid[1:])
+        return it
 
     def arguments(self, tensors: Sequence[Any]) -> list[Any]:
         """What the kernel is called with, given the arrays."""

@@ -33,6 +33,8 @@ struct Functions {
   // cuTensorMapEncodeTiled
   int32_t (*encode)(void*, int32_t, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int32_t, int32_t, int32_t, int32_t);
   int32_t (*fill)(uint64_t, uint8_t, size_t, void*);  // cuMemsetD8Async
+  int32_t (*note)(void*, void*);                      // cuEventRecord
+  int32_t (*wait)(void*, void*, uint32_t);            // cuStreamWaitEvent
   int32_t (*tf32)();                                  // whether products of float32 may be rounded, which is part of their kind
 };
 Functions more_;
@@ -77,7 +79,10 @@ struct Launch {
 
 // Numbers are read in the order in which Python's `Recorder.finish` writes them. Each tensor and address of a call has a slot; the first ones
 // are those of the arguments.
-enum class Do : int64_t { make, share, at, fixed, view, zero, launch, call, drop, end };
+enum class Do : int64_t { make, share, at, fixed, view, zero, launch, call, drop, turn, end };
+
+// What is done with a second stream: it waits for the first one, is launched on, is left again, is waited for.
+enum class Turn : int64_t { fork, aside, back, meet };
 
 struct Record {
   size_t slots;
@@ -269,6 +274,7 @@ class Player {
           break;
         case Do::call: call(step); break;
         case Do::drop: made_.drop(next(step)); break;
+        case Do::turn: turn(step); break;
         case Do::end: finish(step, results); return true;
       }
   }
@@ -321,6 +327,25 @@ class Player {
     check(more_.view(tensor(base), dim, step, step + dim, begin, &t));
     step += 2 * dim;
     hold(slot, t);
+  }
+
+  void turn(Words& step) {
+    const Turn what = Turn(*step++);
+    void* const other = reinterpret_cast<void*>(*step++);
+    void* const event = reinterpret_cast<void*>(*step++);
+    switch (what) {
+      case Turn::fork:
+        stop(more_.note(event, stream_));
+        return stop(more_.wait(other, event, 0));
+      case Turn::aside:
+        first_ = std::exchange(stream_, other);
+        return;
+      case Turn::back:
+        stop(more_.note(event, other));
+        stream_ = first_;
+        return;
+      case Turn::meet: stop(more_.wait(stream_, event, 0));
+    }
   }
 
   int32_t launch(Launch& it) const {
@@ -411,7 +436,7 @@ class Player {
   const std::vector<Handle>& given_;
   std::vector<uint64_t> at_;
   Made made_;
-  void* stream_ = nullptr;
+  void *stream_ = nullptr, *first_ = nullptr;
   int32_t device_;
   bool launched_ = false;
 };

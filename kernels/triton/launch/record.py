@@ -26,7 +26,7 @@ from moefuse._torch_private import after_operations
 from moefuse.kernels.triton.launch import operations, player
 from moefuse.kernels.triton.launch.launch import SLOW, Launch
 from moefuse.kernels.triton.launch.nested import Slot, replaced, tensors_of
-from moefuse.kernels.triton.launch.steps import CALL, FIXED, LAUNCH, MAKE, VIEW, ZERO, Place, Step, written
+from moefuse.kernels.triton.launch.steps import ASIDE, BACK, CALL, FIXED, FORK, LAUNCH, MAKE, MEET, TURN, VIEW, ZERO, Place, Step, written
 from moefuse.kernels.triton.launch.together import extent
 from moefuse.machine import slow_paths
 
@@ -59,6 +59,8 @@ class Recorder:
         self.held: dict[int, torch.dtype] = {}
         self.refusal: str | None = None
         self.paused = False
+        self.aside = False
+        self.forked = 0
         for t in arguments:
             self._add(t)
 
@@ -133,6 +135,16 @@ class Recorder:
         finally:
             self.paused = before
 
+    def turn(self, what: int, side: Any) -> None:
+        """FORK, ASIDE, BACK or MEET of a second stream (``overlap.Side``), which is None where there is one stream only."""
+        self.aside = what == ASIDE or (self.aside and what != BACK)
+        if what == FORK:
+            self.forked = len(self.steps)
+        handles = (0, 0) if side is None else (side.stream.cuda_stream, (side.fork if what == FORK else side.join).cuda_event)
+        self.kept.append(side)
+        reads = [place for step in self.steps[self.forked :] for place in step.reads] if what == MEET else ()
+        self.steps.append(Step(TURN, (what, *handles), (), reads))
+
     def operation(self, op: Any, args: Sequence[Any], named: dict[str, Any], out: Any) -> None:
         """An operation of torch."""
         if self.paused:
@@ -153,6 +165,8 @@ class Recorder:
         elif not all(self._viewed(t, given) for t in results):
             if [str(returned.type) for returned in op._schema.returns] != ["Tensor"] * len(results):
                 raise LookupError("it returns a list, or no tensor")
+            if self.aside:
+                raise LookupError("an operation on a second stream")
             names, numbers = operations.call(op, args, named, self.whole)
             made = [-1 if self.find(t) is not None else self._add(t) for t in results]
             reads = [Place(self.whole(t), 0) for t in given]

@@ -9,8 +9,10 @@ from moefuse.kernels.triton.launch import operations
 from moefuse.kernels.triton.launch.driver_launch import laid_out
 from moefuse.kernels.triton.launch.together import together
 
-MAKE, SHARE, AT, FIXED, VIEW, ZERO, LAUNCH, CALL, DROP, END = range(10)
+MAKE, SHARE, AT, FIXED, VIEW, ZERO, LAUNCH, CALL, DROP, TURN, END = range(11)
 """``Do`` in player.cpp."""
+FORK, ASIDE, BACK, MEET = range(4)
+"""``Turn`` in player.cpp: what is done with a second stream (``beside.py``)."""
 
 
 class Place(NamedTuple):
@@ -23,7 +25,8 @@ class Place(NamedTuple):
 class Step(NamedTuple):
     """What is done, with what, the slots that it fills, and the places that it reads.
 
-    ``what``: of MAKE (size, stride, dtype), of LAUNCH the launch, of CALL the names and then numbers, of all else numbers.
+    ``what``: of MAKE (size, stride, dtype), of LAUNCH the launch, of CALL the names and then numbers, of all else numbers. A TURN to MEET
+    reads what was read since the FORK, which so is there until then.
     """
 
     do: int
@@ -105,6 +108,8 @@ class _Writer:
             names, what = step.what
             numbers += (CALL, len(self.names) // 2, *what)
             self.names += names
+        elif step.do == TURN:
+            numbers += (TURN, *step.what)
         elif step.do == ZERO:
             numbers += (ZERO, self._slot(step.reads[0]), *step.what)
         else:

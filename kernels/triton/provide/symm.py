@@ -149,6 +149,11 @@ def push_rows(rows: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer, s
     return every
 
 
+def push_to_others(rows: Tensor, to: Tensor, at: Shared, how: Transfer) -> None:
+    """Rows [T, F] to other ranks alone."""
+    _push(rows, to, None, how.spans[0], at, how, 1.0)
+
+
 def take_rows(every: tuple[Tensor, ...], took: Tensor, at: Shared, how: Transfer, after: bool = True) -> None:
     """The last part of :func:`send`, into its results."""
     for i, (out, start) in enumerate(zip(every, how.spans, strict=False)):
@@ -165,15 +170,17 @@ def push_back(rows: tuple[Tensor, ...], took: Tensor, at: Shared, how: Transfer)
         )  # fmt: skip
 
 
-def take_sums(own: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer, scale: float = 1.0, after: bool = True) -> tuple[Tensor, ...]:
-    """The last part of :func:`give_back`."""
+def take_sums(
+    own: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer, scale: float = 1.0, after: bool = True, apart: bool = False
+) -> tuple[Tensor, ...]:
+    """The last part of :func:`give_back`; ``apart``: ``own`` are [T, F], of this rank's rows alone."""
     found: list[Tensor] = []
     for part, start in zip(own, how.spans, strict=False):
         out = part.new_empty((to.shape[0], *part.shape[1:]))
         wide: Any = tl.float64 if accumulation_dtype(part.dtype) == torch.float64 else tl.float32
         launch(
             symm.take_sums, _programs(to.shape[0]), {**at._asdict(), "own": part, "to": to, "out": out},
-            T=to.shape[0], scale=scale, set_bytes=how.set_bytes, at=start, WIDE=wide, F=out.shape[1], B=min(_block(out), _SUMS),
+            T=to.shape[0], scale=scale, set_bytes=how.set_bytes, at=start, WIDE=wide, F=out.shape[1], B=min(_block(out), _SUMS), APART=apart,
             **_meeting(how, after or bool(found)),
         )  # fmt: skip
         found.append(out)
@@ -186,9 +193,19 @@ def met(rows: int, at: Shared, how: Transfer) -> bool:
         return True
     if rows <= _FEW:
         return False
-    meeting = _meeting(how, False)
-    launch(symm.barrier, (1,), at._asdict(), warps=1, BW=meeting.pop("BP"), **{n: meeting[n] for n in meeting if n != "WAITS"})
+    _barrier(symm.barrier, at, how)
     return True
+
+
+def passed(at: Shared, how: Transfer) -> None:
+    """No rank goes on before all have come here: a transfer that neither kernels of a push nor of a take have counted."""
+    if how.others:
+        _barrier(symm.barrier_of_its_own, at, how)
+
+
+def _barrier(kernel: Any, at: Shared, how: Transfer) -> None:
+    meeting = _meeting(how, False)
+    launch(kernel, (1,), at._asdict(), warps=1, BW=meeting.pop("BP"), **{n: meeting[n] for n in meeting if n != "WAITS"})
 
 
 def _meeting(how: Transfer, after: bool) -> dict[str, Any]:
@@ -210,12 +227,13 @@ _TIMED = torch.version.hip is None and not INTERPRETED
 """AMD's devices have no such clock in Triton."""
 
 
-def _push(own: Tensor, to: Tensor, out: Tensor, start: int, at: Shared, how: Transfer, scale: float) -> None:
+def _push(own: Tensor, to: Tensor, out: Tensor | None, start: int, at: Shared, how: Transfer, scale: float) -> None:
     flat = _bits(own)
+    arrays = {"rows": flat, "bases": at.bases, "to": to, "turn": at.turn, "out": flat if out is None else _bits(out)}
     launch(
-        symm.push_rows, (how.size * how.most,), {"rows": flat, "bases": at.bases, "to": to, "turn": at.turn, "out": _bits(out)},
+        symm.push_rows, (how.size * how.most,), arrays,
         T=own.shape[0], M=how.most, rank=how.rank, scale=scale, set_bytes=how.set_bytes, at=start, F=flat.shape[1], B=_block(flat),
-        WORLD=how.size, SCALED=scale != 1,
+        WORLD=how.size, SCALED=scale != 1, OWN=out is not None,
     )  # fmt: skip
 
 

@@ -48,6 +48,7 @@ class Buffers:
         flags: [3, 64] int32, what each rank says at a barrier; at the same place in every rank's memory.
         patience: nanoseconds that a rank waits for the others.
         older: buffers that older graphs know.
+        peers: every rank's memory as a tensor of this one's device, where it has a use of its own.
     """
 
     memory: Tensor
@@ -57,6 +58,7 @@ class Buffers:
     set_bytes: int
     patience: int = 0
     older: Buffers | None = None
+    peers: Sequence[Tensor] = ()
 
     @property
     def at_flags(self) -> int:
@@ -64,16 +66,16 @@ class Buffers:
         return 2 * self.set_bytes + 3 * _ALIGN
 
 
-_buffers: dict[tuple[str, torch.device], Buffers] = {}
+_buffers: dict[tuple[str, torch.device, str], Buffers] = {}
 
 
-def buffers(group: Group, device: torch.device, needed: int) -> Buffers:
-    """Those of a mesh, with sets of at least ``needed`` bytes; the same number on all ranks.
+def buffers(group: Group, device: torch.device, needed: int, use: str = "") -> Buffers:
+    """Those of a mesh for a use, with sets of at least ``needed`` bytes; the same number on all ranks.
 
     Raises:
         ParallelError: they would have to grow while a CUDA graph is recorded, or there is no such memory.
     """
-    known = _buffers.get((group.name, device))
+    known = _buffers.get((group.name, device, use))
     if known is not None and known.set_bytes >= needed:
         return known
     if torch.cuda.is_current_stream_capturing():
@@ -91,6 +93,7 @@ def buffers(group: Group, device: torch.device, needed: int) -> Buffers:
         raise ParallelError(f"transport='symm' found no memory for GPUs to share on rank {lacking[0]} ({failed or 'see there'}): {_ELSE}")
     try:
         addresses = _torch_private.symmetric_peers(memory, group.process_group)
+        peers = _torch_private.symmetric_views(memory, group.process_group) if use else ()
     except (RuntimeError, AttributeError, ImportError) as error:
         raise ParallelError(f"transport='symm' needs GPUs that can write each other's memory, and has none ({error}): {_ELSE}") from error
     head = memory[2 * size :].zero_()
@@ -101,8 +104,8 @@ def buffers(group: Group, device: torch.device, needed: int) -> Buffers:
     torch.cuda.synchronize(device)
     exchanged(group.host, group.size, 1)  # nobody raises a flag that its owner has yet to lower
     providers.forget_records()  # of calls that use the older ones, which other ranks may not have
-    _buffers[group.name, device] = Buffers(memory, bases, turn[:2], flags, size, patience, known)
-    return _buffers[group.name, device]
+    _buffers[group.name, device, use] = Buffers(memory, bases, turn[:2], flags, size, patience, known, peers)
+    return _buffers[group.name, device, use]
 
 
 def available(group: Group, device: torch.device) -> bool:
@@ -120,7 +123,7 @@ def available(group: Group, device: torch.device) -> bool:
     except ParallelError:
         failed = True
     if any(exchanged(group.host, group.size, int(failed))):
-        _buffers.pop((group.name, device), None)
+        _buffers.pop((group.name, device, ""), None)
         return False
     return True
 

@@ -1,0 +1,88 @@
+"""A plan whose tokens come and leave in parts: ids and routing weights of all of them are there, rows of some are under way.
+
+Own rows are copied into sorted order while those of others travel, and own slots are added up while the sums of others travel back. Each
+launch with a row of programs for each token (``Planned.by_token``) is made for some tokens at a time, with the tiles and the order of the
+whole call: results are the same bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from moefuse.kernels.triton.host.plan import Plan
+from moefuse.kernels.triton.launch.beside import Beside
+from moefuse.kernels.triton.launch.record import as_launch
+from moefuse.ops.meaning.call import ExpertsCall
+
+
+class Part(NamedTuple):
+    """Some tokens of a call.
+
+    Attributes:
+        tokens: from where and up to where.
+        x: [n, H], their rows, with the strides of those of the call.
+        out: [n, N], contiguous; None: they are not added up by themselves.
+    """
+
+    tokens: slice
+    x: Tensor
+    out: Tensor | None = None
+
+
+def takes(plan: Any) -> bool:
+    """Whether a plan can be run so: it copies rows into sorted order, token by token."""
+    return isinstance(plan, Plan) and not plan.empty and "spread" in plan.by_token
+
+
+def run(
+    plan: Plan, call: ExpertsCall, own: Part, come: Sequence[Part], leave: Sequence[Part], beside: Beside,
+    sent: Callable[[], None], arrived: Callable[[], None], left: Callable[[], None],
+) -> None:  # fmt: skip
+    """Sums of ``own`` and of ``leave``.
+
+    Args:
+        call: of all tokens; its x is not read.
+        come: the tokens whose rows are not there before ``arrived``.
+        leave: the tokens whose sums are others'; nothing is written for those without an expert.
+        beside: the second stream, which has begun to wait for what was launched.
+        sent: launched on the second stream in front of the sort: ids and weights are there behind it.
+        arrived, left: launched behind the rows' way, and behind ``leave``.
+    """
+    call = plan.uniform(call)
+    tensors = plan.tensors(call, {"out": call.x})
+    first, last = (plan.steps.index(plan.by_token[name]) for name in ("spread", "sum"))
+    with beside:
+        sent()
+        _all(plan.steps[:first], tensors)
+        _some(plan, "spread", tensors, own)
+    arrived()
+    beside.meet()
+    for part in come:
+        _some(plan, "spread", tensors, part)
+    _all(plan.steps[first + 1 : last], tensors)
+    beside.fork()
+    with beside:
+        _some(plan, "sum", tensors, own)
+    for part in leave:
+        _some(plan, "sparse sum", tensors, part)
+    left()
+    beside.meet()
+
+
+def _all(steps: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
+    for step in steps:
+        as_launch(step, [tensors[name] for name in step.names])
+
+
+def _some(plan: Plan, name: str, tensors: Mapping[str, Tensor], part: Part) -> None:
+    """A launch for the tokens of a part."""
+    (start, stop), k, it = (part.tokens.start, part.tokens.stop), plan.top_k, plan.by_token[name]
+    if start == stop:
+        return
+    given = {**tensors, "x": part.x, "out": part.x if part.out is None else part.out}
+    given |= {name: tensors[name][start:stop] for name in ("ids", "weights")}
+    given["position"] = tensors["position"][start * k : stop * k]
+    as_launch(it.over(stop - start), [given[name] for name in it.names])

@@ -1,0 +1,107 @@
+"""Experts of many tokens on several ranks, whose rows travel beside what needs none of them (``moefuse/runtime/transports/beside.py``).
+
+P ranks, M the most tokens of any. Two ways are under way at once, each with barriers of its own: ids and routing weights as in ``symm.py``,
+and rows through memory whose places the host knows. A rank whose kernels do not take tokens in parts does all in order, over the same ways.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefuse.kernels.triton.host import arriving
+from moefuse.kernels.triton.host.arriving import Part
+from moefuse.kernels.triton.launch.beside import Beside
+from moefuse.kernels.triton.launch.record import as_value
+from moefuse.kernels.triton.launch.recorded import recorded
+from moefuse.kernels.triton.provide import experts as kernels, symm
+from moefuse.kernels.triton.provide.symm import Shared, Transfer
+from moefuse.ops.meaning.call import ExpertsCall
+
+
+class Wire(NamedTuple):
+    """Where rows travel.
+
+    Attributes:
+        come, back: rows to the ranks that have their experts, and sums to those that the tokens are from.
+        rows: [P * M, H] of the rows that come to this rank.
+        sums: [P * M, N] of each rank: of the sums that come back to it.
+    """
+
+    at: Shared
+    come: Transfer
+    back: Transfer
+    rows: Tensor
+    sums: tuple[Tensor, ...]
+
+    @staticmethod
+    def lasting(group: Any, held: Any, most: int, come: tuple[int, torch.dtype], back: tuple[int, torch.dtype]) -> Wire:
+        """Through memory that stays (``symm.Buffers``): rows of so many features of a dtype come, and sums go back."""
+
+        def made(_: Any) -> tuple[Any, ...]:
+            rows = _shown(held.memory, group.size * most, *come)
+            sums = tuple([_shown(memory[held.set_bytes :], group.size * most, *back) for memory in held.peers])
+            return Shared(held.bases, held.turn, held.flags), rows, sums
+
+        at, rows, sums = as_value(made, ())
+        ways = [Transfer.of(group.size, group.rank, 0, held.at_flags, most, (n, n), held.patience) for n in (0, held.set_bytes)]
+        return Wire(at, *ways, rows, sums)
+
+
+def _shown(memory: Tensor, rows: int, features: int, dtype: torch.dtype) -> Tensor:
+    return memory[: rows * features * dtype.itemsize].view(dtype).view(rows, features)
+
+
+@recorded
+def experts(call: ExpertsCall, place: Tensor | None, slots: int, small: tuple[Shared, Transfer], wire: Wire) -> Tensor:
+    """The layer [T, N] of this rank's tokens, with its experts for those of all ranks.
+
+    Args:
+        small: of ids and routing weights.
+    """
+    came = symm.push_tokens((call.weights,), call.ids, place, slots, *small)
+    every = call._replace(x=wire.rows, ids=came[1], weights=came[0][0])
+    parts = call.held == call.dtype and arriving.takes(kernels.plan_of(every))
+    return (_in_parts if parts else _in_order)(call, every, came, small, wire)
+
+
+def _in_parts(call: ExpertsCall, every: ExpertsCall, came: Any, small: tuple[Shared, Transfer], wire: Wire) -> Tensor:
+    rows, local, took, to = came
+    own_y, (tokens, most), rank = _like(call, call.x.shape[0]), (call.x.shape[0], wire.come.most), wire.come.rank
+    beside = Beside(call.device)
+    symm.push_to_others(call.x, to, wire.at, wire.come)
+    come = [slice(0, rank * most), slice((rank + 1) * most, wire.come.size * most)]
+    leave = [Part(slice(r * most, (r + 1) * most), wire.rows, _of(wire.sums[r], rank, most)) for r in range(wire.come.size) if r != rank]
+    arriving.run(
+        kernels.plan_of(every),
+        every,
+        Part(slice(rank * most, rank * most + tokens), call.x, own_y),
+        [Part(part, wire.rows[part]) for part in come],
+        leave,
+        beside,
+        sent=lambda: symm.take_tokens(rows, local, took, *small, symm.met(small[1].others, *small)),
+        arrived=lambda: symm.passed(wire.at, wire.come),
+        left=lambda: symm.passed(wire.at, wire.back),
+    )
+    return symm.take_sums((own_y,), to, wire.at, wire.back, apart=True)[0]
+
+
+def _in_order(call: ExpertsCall, every: ExpertsCall, came: Any, small: tuple[Shared, Transfer], wire: Wire) -> Tensor:
+    rows, local, took, to = came
+    symm.take_tokens(rows, local, took, *small, symm.met(small[1].others, *small))
+    arrived = symm.push_rows((call.x,), to, wire.at, wire.come)
+    symm.take_rows(arrived, took, wire.at, wire.come, symm.met(wire.come.others, wire.at, wire.come))
+    y = kernels.experts(every._replace(x=arrived[0]))
+    symm.push_back((y,), took, wire.at, wire.back)
+    return symm.take_sums((y,), to, wire.at, wire.back, 1.0, symm.met(to.shape[0], wire.at, wire.back))[0]
+
+
+def _like(call: ExpertsCall, tokens: int) -> Tensor:
+    return call.x.new_empty((tokens, call.w_out.features), dtype=call.out_dtype)
+
+
+def _of(rows: Tensor, rank: int, most: int) -> Tensor:
+    """A rank's [M, N] of all."""
+    return rows[rank * most : (rank + 1) * most]
