@@ -27,38 +27,54 @@ def slot_row(
 def combine_slots(
     y, ids, weights, position, out, top_k, E, N, at_ids, at_weights,
     SCALE: tl.constexpr, SORTED: tl.constexpr, EVEN_N: tl.constexpr, BN: tl.constexpr, KNOWN: tl.constexpr, PDL: tl.constexpr,
-    SPARSE: tl.constexpr,
 ):  # fmt: skip
     """out [T, N] = sum over k of weights[t, k] * y[t*K + k], slot 0 first; y [S, N] in slot order. Rows of invalid ids are not read.
 
-    SORTED: row position[slot] of y belongs to a slot. SCALE: the routing weight goes on the output. KNOWN: K, or 0 for a loop. SPARSE:
-    tokens without a valid id are not written.
+    SORTED: row position[slot] of y belongs to a slot. SCALE: the routing weight goes on the output. KNOWN: K, or 0 for a loop.
     """
     after_previous(PDL)
     let_next_start(PDL)
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros([BN], tl.float32)
-    inside = n < N
-    if SPARSE:
-        inside &= _any_valid(ids, t, top_k, E, at_ids)
     if KNOWN:
         for k in tl.static_range(KNOWN):
             total += slot_row(y, ids, weights, position, t, k, n, top_k, E, N, at_ids, at_weights, SCALE, SORTED, EVEN_N)
     else:
         for k in range(top_k):
             total += slot_row(y, ids, weights, position, t, k, n, top_k, E, N, at_ids, at_weights, SCALE, SORTED, EVEN_N)
-    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=inside)  # [BN]
+    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)  # [BN]
+
+
+@triton.jit(do_not_specialize=["T"])
+def send_sums(
+    y, ids, weights, position, out, T, top_k, E, N, at_ids, at_weights,
+    SCALE: tl.constexpr, EVEN_N: tl.constexpr, BN: tl.constexpr, KNOWN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """:func:`combine_slots` of T tokens in sorted order by any number of programs, to an ``out`` that is far; nothing for a token without a
+    valid id."""
+    after_previous(PDL)
+    let_next_start(PDL)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    for i in range(tl.program_id(0), T, tl.num_programs(0)):
+        t = tl.full([], 1, tl.int64) * i
+        total = tl.zeros([BN], tl.float32)
+        found = 0
+        if KNOWN:
+            for k in tl.static_range(KNOWN):
+                total += slot_row(y, ids, weights, position, t, k, n, top_k, E, N, at_ids, at_weights, SCALE, True, EVEN_N)
+                found |= _is_valid(ids, t, k, E, at_ids)
+        else:
+            for k in range(top_k):
+                total += slot_row(y, ids, weights, position, t, k, n, top_k, E, N, at_ids, at_weights, SCALE, True, EVEN_N)
+                found |= _is_valid(ids, t, k, E, at_ids)
+        tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=(n < N) & (found > 0))  # [BN]
 
 
 @triton.jit
-def _any_valid(ids, t, top_k, E, at_ids):
-    """Whether an id of a token is one."""
-    found = 0
-    for k in range(top_k):
-        e = tl.load(ids + t * at_ids.row + k * at_ids.col).to(tl.int64)  # []
-        found = tl.where((e >= 0) & (e < E), 1, found)
-    return found > 0
+def _is_valid(ids, t, k, E, at_ids):
+    e = tl.load(ids + t * at_ids.row + k * at_ids.col).to(tl.int64)  # []
+    return ((e >= 0) & (e < E)).to(tl.int32)
 
 
 @triton.jit

@@ -208,20 +208,28 @@ def take_tokens(
 @triton.jit(do_not_specialize=["T", "M", "rank"])
 def push_rows(
     rows, bases, to, turn, out, T, M, rank, scale, set_bytes, at,
-    F: tl.constexpr, B: tl.constexpr, WORLD: tl.constexpr, SCALED: tl.constexpr, OWN: tl.constexpr,
+    F: tl.constexpr, B: tl.constexpr, WORLD: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row and rank: row t of ``rows`` [T, F] to rank r, if it is one of ``to`` [T]; with OWN own ones into ``out``
-    [P * M, F]."""
+    """A program for each row and rank: row t of ``rows`` [T, F] to rank r, if it is one of ``to`` [T]; own ones into ``out`` [P * M, F]."""
     t, r = _each(tl.program_id(0).to(tl.int64), WORLD)
     now = _next(turn)
     live = ((tl.load(to + t, mask=t < T, other=0) >> r) & 1) > 0  # []
     here = rank * M + t
     if r == rank:
-        if OWN:
-            _copy_scaled(rows + t * F, out + here * F, live, scale, F, B, SCALED)
+        _copy_scaled(rows + t * F, out + here * F, live, scale, F, B, SCALED)
     elif live:
         base = _set(bases, r, now, set_bytes) + at
         _copy_scaled(rows + t * F, base.to(tl.pointer_type(rows.dtype.element_ty)) + here * F, live, scale, F, B, SCALED)
+
+
+@triton.jit(do_not_specialize=["T", "M", "N", "rank"])
+def push_beside(rows, bases, to, T, M, N, rank, at, F: tl.constexpr, B: tl.constexpr):
+    """Of N rows of this rank for others those that are in ``to``, by any number of programs; to a place of its own, and not counted."""
+    for n in range(tl.program_id(0), N, tl.num_programs(0)):
+        t, r = _other(_wide(n), M, rank)
+        if ((tl.load(to + t, mask=t < T, other=0) >> r) & 1) > 0:
+            base = tl.multiple_of(tl.load(bases + r).to(tl.pointer_type(tl.uint8)), 256) + at  # []
+            _copy(rows + t * F, base.to(tl.pointer_type(rows.dtype.element_ty)) + (rank * M + t) * F, True, F, B)
 
 
 @triton.jit(do_not_specialize=["M", "N", "rank"])
@@ -270,8 +278,8 @@ def take_sums(
             for r in tl.static_range(WORLD):
                 live = (((who >> r) & 1) > 0) & (o < F)
                 if r == rank:
-                    at = t if APART else r * M + t
-                    total += tl.load(own + at * F + o, mask=live, other=0).to(WIDE)  # [B]
+                    here = t if APART else r * M + t
+                    total += tl.load(own + here * F + o, mask=live, other=0).to(WIDE)  # [B]
                 else:
                     total += tl.load(came + (r * M + t) * F + o, mask=live, other=0).to(WIDE)  # [B]
             tl.store(out + t * F + o, (total * scale).to(out.dtype.element_ty), mask=o < F)  # [B]

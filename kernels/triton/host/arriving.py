@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from moefuse.kernels.triton.host.plan import Plan
+from moefuse.kernels.triton.host.plan_tiles import sent_sum
 from moefuse.kernels.triton.launch.beside import Beside
+from moefuse.kernels.triton.launch.launch import Launch
 from moefuse.kernels.triton.launch.record import as_launch
 from moefuse.ops.meaning.call import ExpertsCall
 
@@ -39,50 +41,52 @@ def takes(plan: Any) -> bool:
 
 def run(
     plan: Plan, call: ExpertsCall, own: Part, come: Sequence[Part], leave: Sequence[Part], beside: Beside,
-    sent: Callable[[], None], arrived: Callable[[], None], left: Callable[[], None],
+    travel: Callable[[], None], back: Callable[[], None], programs: int,
 ) -> None:  # fmt: skip
     """Sums of ``own`` and of ``leave``.
 
     Args:
         call: of all tokens; its x is not read.
-        come: the tokens whose rows are not there before ``arrived``.
+        come: the tokens whose rows come with ``travel``.
         leave: the tokens whose sums are others'; nothing is written for those without an expert.
-        beside: the second stream, which has begun to wait for what was launched.
-        sent: launched on the second stream in front of the sort: ids and weights are there behind it.
-        arrived, left: launched behind the rows' way, and behind ``leave``.
+        travel, back: launched on the second stream, in front of the rows that come and behind the sums that leave.
+        programs: of the kernel that sends sums, about.
     """
     call = plan.uniform(call)
     tensors = plan.tensors(call, {"out": call.x})
     first, last = (plan.steps.index(plan.by_token[name]) for name in ("spread", "sum"))
     with beside:
-        sent()
-        _all(plan.steps[:first], tensors)
-        _some(plan, "spread", tensors, own)
-    arrived()
+        travel()
+    _all(plan.steps[:first], tensors)
+    _some(plan, plan.by_token["spread"], tensors, own)
     beside.meet()
     for part in come:
-        _some(plan, "spread", tensors, part)
+        _some(plan, plan.by_token["spread"], tensors, part)
     _all(plan.steps[first + 1 : last], tensors)
     beside.fork()
     with beside:
-        _some(plan, "sum", tensors, own)
-    for part in leave:
-        _some(plan, "sparse sum", tensors, part)
-    left()
+        for part in leave:
+            _launch(plan, sent_sum(plan, part.tokens.stop - part.tokens.start, programs), tensors, part)
+        back()
+    _some(plan, plan.by_token["sum"], tensors, own)
     beside.meet()
 
 
-def _all(steps: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
+def _all(steps: Sequence[Launch], tensors: Mapping[str, Tensor]) -> None:
     for step in steps:
         as_launch(step, [tensors[name] for name in step.names])
 
 
-def _some(plan: Plan, name: str, tensors: Mapping[str, Tensor], part: Part) -> None:
-    """A launch for the tokens of a part."""
-    (start, stop), k, it = (part.tokens.start, part.tokens.stop), plan.top_k, plan.by_token[name]
-    if start == stop:
-        return
+def _some(plan: Plan, it: Launch, tensors: Mapping[str, Tensor], part: Part) -> None:
+    """A launch for the tokens of a part, if there are any."""
+    tokens = part.tokens.stop - part.tokens.start
+    if tokens:
+        _launch(plan, it.over(tokens), tensors, part)
+
+
+def _launch(plan: Plan, it: Launch, tensors: Mapping[str, Tensor], part: Part) -> None:
+    (start, stop), k = (part.tokens.start, part.tokens.stop), plan.top_k
     given = {**tensors, "x": part.x, "out": part.x if part.out is None else part.out}
     given |= {name: tensors[name][start:stop] for name in ("ids", "weights")}
     given["position"] = tensors["position"][start * k : stop * k]
-    as_launch(it.over(stop - start), [given[name] for name in it.names])
+    as_launch(it, [given[name] for name in it.names])

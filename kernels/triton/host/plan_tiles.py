@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, TILE_FIELDS,
 from moefuse.kernels.triton.host.operands import is_apart
 from moefuse.kernels.triton.host.planned import Planned
 from moefuse.kernels.triton.launch.descriptors import Described
+from moefuse.kernels.triton.launch.launch import Launch
 from moefuse.tuning.problem import Tiles, power_of_two
 
 APART_ROWS = 128
@@ -227,24 +228,28 @@ def build_down(plan: Planned, down: Tiles, max_tiles: int) -> None:
 
 
 def build_sum(plan: Planned, in_order: bool) -> None:
-    n, block = plan.out, min(power_of_two(plan.out), 1024)
-    add = functools.partial(
-        plan.made,
-        combine.combine_slots,
-        (plan.tokens, -(-n // block)),
-        4,
-        {"y": "y", "ids": "ids", "weights": "weights", "position": "position" if in_order else "ids", "out": "out"},
-        top_k=plan.top_k,
-        E=plan.experts,
-        N=n,
-        at_ids=plan.strides_ids,
-        at_weights=plan.strides_weights,
-        SCALE=not plan.body.on_input,
-        SORTED=in_order,
-        EVEN_N=n % block == 0,
-        BN=block,
-        KNOWN=plan.top_k if plan.top_k <= UNROLLED else 0,
-        PDL=plan.pdl,
-    )
-    plan.by_token |= {"sum": add(SPARSE=False), "sparse sum": add(SPARSE=True)}
-    plan.steps.append(plan.by_token["sum"])
+    numbers = {"SORTED": in_order, "KNOWN": plan.top_k if plan.top_k <= UNROLLED else 0}
+    plan.by_token["sum"] = plan.launch(combine.combine_slots, *_sum(plan, plan.tokens, in_order), **_of_sum(plan), **numbers)
+
+
+def sent_sum(plan: Planned, tokens: int, programs: int) -> Launch:
+    """The sum of some tokens of rows in order, by so many programs or twice as many, to a place that is far."""
+    known = plan.top_k if plan.top_k <= UNROLLED else 0
+    return plan.made(combine.send_sums, *_sum(plan, min(tokens, programs), True), **_of_sum(plan), T=tokens, KNOWN=known)
+
+
+def _sum(plan: Planned, rows: int, in_order: bool) -> tuple[Any, ...]:
+    """Grid, warps and arrays of a sum."""
+    arrays = {"y": "y", "ids": "ids", "weights": "weights", "position": "position" if in_order else "ids", "out": "out"}
+    return (rows, -(-plan.out // _columns(plan))), 4, arrays
+
+
+def _of_sum(plan: Planned) -> dict[str, Any]:
+    n, block = plan.out, _columns(plan)
+    at = {"at_ids": plan.strides_ids, "at_weights": plan.strides_weights}
+    numbers = {"top_k": plan.top_k, "E": plan.experts, "N": n, "BN": block, "EVEN_N": n % block == 0}
+    return {**numbers, **at, "SCALE": not plan.body.on_input, "PDL": plan.pdl}
+
+
+def _columns(plan: Planned) -> int:
+    return min(power_of_two(plan.out), 1024)

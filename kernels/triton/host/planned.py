@@ -21,7 +21,7 @@ class Planned:
 
     Attributes:
         by_token: launches with a row of programs for each token, which may be made for some tokens at a time (``arriving.py``): "spread"
-            copies their rows into sorted order, "sum" adds up what their slots have, "sparse sum" writes nothing for a token without one.
+            copies their rows into sorted order, "sum" adds up what their slots have.
     """
 
     config: Config

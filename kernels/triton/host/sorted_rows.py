@@ -232,5 +232,4 @@ def sum_given(out: Tensor, y: Tensor, ids: Tensor, weights: Tensor, experts: int
         BN=bn,
         KNOWN=top_k if top_k <= UNROLLED else 0,
         PDL=pdl,
-        SPARSE=False,
     )

@@ -1,4 +1,5 @@
-"""A second stream within one call, launched or played from a record; of a higher priority, so that its programs find room first.
+"""A second stream within one call, launched or played from a record; of a higher priority: what is sent is under way before programs that
+take all room begin.
 
     beside = Beside(device)     the second stream waits for what was launched so far
     with beside: ...            launches on it

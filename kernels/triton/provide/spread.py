@@ -13,12 +13,17 @@ from torch import Tensor
 
 from moefuse.kernels.triton.host import arriving
 from moefuse.kernels.triton.host.arriving import Part
+from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.launch.beside import Beside
 from moefuse.kernels.triton.launch.record import as_value
 from moefuse.kernels.triton.launch.recorded import recorded
 from moefuse.kernels.triton.provide import experts as kernels, symm
 from moefuse.kernels.triton.provide.symm import Shared, Transfer
 from moefuse.ops.meaning.call import ExpertsCall
+
+
+FAR = 1 << 30
+"""Rows: a barrier of its own, not one of whoever takes them."""
 
 
 class Wire(NamedTuple):
@@ -69,23 +74,31 @@ def experts(call: ExpertsCall, place: Tensor | None, slots: int, small: tuple[Sh
 
 def _in_parts(call: ExpertsCall, every: ExpertsCall, came: Any, small: tuple[Shared, Transfer], wire: Wire) -> Tensor:
     rows, local, took, to = came
-    own_y, (tokens, most), rank = _like(call, call.x.shape[0]), (call.x.shape[0], wire.come.most), wire.come.rank
+    tokens, most, rank, world = call.x.shape[0], wire.come.most, wire.come.rank, wire.come.size
+    own = call.x.new_empty((tokens, call.w_out.features), dtype=call.out_dtype)
+    # Behind the rows on the same wire the few bytes that all ranks wait for would take as long as the rows do.
+    there = symm.met(FAR, *small)
     beside = Beside(call.device)
-    symm.push_to_others(call.x, to, wire.at, wire.come)
-    come = [slice(0, rank * most), slice((rank + 1) * most, wire.come.size * most)]
-    leave = [Part(slice(r * most, (r + 1) * most), wire.rows, _of(wire.sums[r], rank, most)) for r in range(wire.come.size) if r != rank]
+    symm.take_tokens(rows, local, took, *small, there)
+
+    def travel() -> None:
+        symm.push_beside(call.x, to, wire.at, wire.come)
+        symm.passed(wire.at, wire.come)
+
+    come = [slice(0, rank * most), slice((rank + 1) * most, world * most)]
+    others = [r for r in range(world) if r != rank]
     arriving.run(
         kernels.plan_of(every),
         every,
-        Part(slice(rank * most, rank * most + tokens), call.x, own_y),
+        Part(slice(rank * most, rank * most + tokens), call.x, own),
         [Part(part, wire.rows[part]) for part in come],
-        leave,
+        [Part(slice(r * most, (r + 1) * most), wire.rows, wire.sums[r][rank * most : (rank + 1) * most]) for r in others],
         beside,
-        sent=lambda: symm.take_tokens(rows, local, took, *small, symm.met(small[1].others, *small)),
-        arrived=lambda: symm.passed(wire.at, wire.come),
-        left=lambda: symm.passed(wire.at, wire.back),
+        travel,
+        back=lambda: symm.passed(wire.at, wire.back),
+        programs=symm.PROGRAMS * device_of(call.device).sms,
     )
-    return symm.take_sums((own_y,), to, wire.at, wire.back, apart=True)[0]
+    return symm.take_sums((own,), to, wire.at, wire.back, apart=True)[0]
 
 
 def _in_order(call: ExpertsCall, every: ExpertsCall, came: Any, small: tuple[Shared, Transfer], wire: Wire) -> Tensor:
@@ -96,12 +109,3 @@ def _in_order(call: ExpertsCall, every: ExpertsCall, came: Any, small: tuple[Sha
     y = kernels.experts(every._replace(x=arrived[0]))
     symm.push_back((y,), took, wire.at, wire.back)
     return symm.take_sums((y,), to, wire.at, wire.back, 1.0, symm.met(to.shape[0], wire.at, wire.back))[0]
-
-
-def _like(call: ExpertsCall, tokens: int) -> Tensor:
-    return call.x.new_empty((tokens, call.w_out.features), dtype=call.out_dtype)
-
-
-def _of(rows: Tensor, rank: int, most: int) -> Tensor:
-    """A rank's [M, N] of all."""
-    return rows[rank * most : (rank + 1) * most]

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.kernels.triton.device import symm
+from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.kernels.triton.launch.record import as_value
@@ -28,6 +29,8 @@ _BLOCK = 2048
 """Elements that a program has in flight."""
 _SUMS = 1024
 """As many of every rank."""
+PROGRAMS = 2
+"""On each multiprocessor, of what sends beside other work: enough for the link, and most of the room is left."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,9 +152,13 @@ def push_rows(rows: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer, s
     return every
 
 
-def push_to_others(rows: Tensor, to: Tensor, at: Shared, how: Transfer) -> None:
-    """Rows [T, F] to other ranks alone."""
-    _push(rows, to, None, how.spans[0], at, how, 1.0)
+def push_beside(rows: Tensor, to: Tensor, at: Shared, how: Transfer) -> None:
+    """Rows [T, F] to the other ranks in ``to`` [T], by few programs; :func:`passed` counts it."""
+    if how.others:
+        launch(
+            symm.push_beside, (min(how.others, PROGRAMS * device_of(rows.device).sms),), {"rows": rows, "bases": at.bases, "to": to},
+            T=rows.shape[0], M=how.most, N=how.others, rank=how.rank, at=how.spans[0], F=rows.shape[1], B=_block(rows),
+        )  # fmt: skip
 
 
 def take_rows(every: tuple[Tensor, ...], took: Tensor, at: Shared, how: Transfer, after: bool = True) -> None:
@@ -227,13 +234,12 @@ _TIMED = torch.version.hip is None and not INTERPRETED
 """AMD's devices have no such clock in Triton."""
 
 
-def _push(own: Tensor, to: Tensor, out: Tensor | None, start: int, at: Shared, how: Transfer, scale: float) -> None:
+def _push(own: Tensor, to: Tensor, out: Tensor, start: int, at: Shared, how: Transfer, scale: float) -> None:
     flat = _bits(own)
-    arrays = {"rows": flat, "bases": at.bases, "to": to, "turn": at.turn, "out": flat if out is None else _bits(out)}
     launch(
-        symm.push_rows, (how.size * how.most,), arrays,
+        symm.push_rows, (how.size * how.most,), {"rows": flat, "bases": at.bases, "to": to, "turn": at.turn, "out": _bits(out)},
         T=own.shape[0], M=how.most, rank=how.rank, scale=scale, set_bytes=how.set_bytes, at=start, F=flat.shape[1], B=_block(flat),
-        WORLD=how.size, SCALED=scale != 1, OWN=out is not None,
+        WORLD=how.size, SCALED=scale != 1,
     )  # fmt: skip
 
 
