@@ -98,6 +98,7 @@ class World:
             ctypes.CFUNCTYPE(code, ADDRESS, number, ctypes.POINTER(ADDRESS), ADDRESS)(self._launch),
             ctypes.CFUNCTYPE(code, ADDRESS, code, ctypes.c_uint32, *[ADDRESS] * 5, *[code] * 4)(self._encode),
             ctypes.CFUNCTYPE(code, number, ctypes.c_uint8, ctypes.c_size_t, ADDRESS)(self._fill),
+            ctypes.CFUNCTYPE(code, number, number, ctypes.c_size_t, ADDRESS)(self._copy),
             ctypes.CFUNCTYPE(code, ADDRESS, ADDRESS)(lambda event, stream: self._turned(1, event, stream)),
             ctypes.CFUNCTYPE(code, ADDRESS, ADDRESS, ctypes.c_uint32)(lambda stream, event, flags: self._turned(2, event, stream)),
             ctypes.CFUNCTYPE(code)(self._tf32),
@@ -116,6 +117,7 @@ class World:
         self.launched: list[tuple[int, int, list[int]]] = []
         self.python: list[str] = []
         self.filled: list[int] = []
+        self.copied: list[int] = []
         self.turned: list[tuple[int, int, int]] = []
         self.encoded: list[tuple[Any, ...]] = []
         self.refusals: list[str] = []
@@ -175,6 +177,11 @@ class World:
         self.filled.append(size)
         ctypes.memset(at, value, size)
         return self.errors.pop(0) if self.errors else 0
+
+    def _copy(self, target: int, source: int, size: int, stream: Any) -> int:
+        self.copied.append(size)
+        ctypes.memmove(target, source, size)
+        return 0
 
     def _turned(self, what: int, event: Any, stream: Any) -> int:
         """An event was recorded (1) on a stream, or a stream waits for it (2)."""

@@ -40,23 +40,20 @@ def takes(plan: Any) -> bool:
 
 
 def run(
-    plan: Plan, call: ExpertsCall, own: Part, come: Sequence[Part], leave: Sequence[Part], beside: Beside,
-    travel: Callable[[], None], back: Callable[[], None], programs: int,
+    plan: Plan, call: ExpertsCall, own: Part, come: Sequence[Part], leave: Sequence[Part], beside: Beside, back: Callable[[], None], programs: int
 ) -> None:  # fmt: skip
     """Sums of ``own`` and of ``leave``.
 
     Args:
         call: of all tokens; its x is not read.
-        come: the tokens whose rows come with ``travel``.
+        come: the tokens whose rows are there behind what was launched on the second stream.
         leave: the tokens whose sums are others'; nothing is written for those without an expert.
-        travel, back: launched on the second stream, in front of the rows that come and behind the sums that leave.
+        back: launched on the second stream behind the sums that leave.
         programs: of the kernel that sends sums, about.
     """
     call = plan.uniform(call)
     tensors = plan.tensors(call, {"out": call.x})
     first, last = (plan.steps.index(plan.by_token[name]) for name in ("spread", "sum"))
-    with beside:
-        travel()
     _all(plan.steps[:first], tensors)
     _some(plan, plan.by_token["spread"], tensors, own)
     beside.meet()

@@ -63,6 +63,7 @@ class Driver:
             self.launch: Any = library.cuLaunchKernelEx
             self.encode: Any = library.cuTensorMapEncodeTiled
             self.fill: Any = library.cuMemsetD8Async
+            self.copy: Any = library.cuMemcpyDtoDAsync_v2
             self.note: Any = library.cuEventRecord
             self.wait: Any = library.cuStreamWaitEvent
         except (OSError, AttributeError) as error:

@@ -33,6 +33,7 @@ struct Functions {
   // cuTensorMapEncodeTiled
   int32_t (*encode)(void*, int32_t, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int32_t, int32_t, int32_t, int32_t);
   int32_t (*fill)(uint64_t, uint8_t, size_t, void*);  // cuMemsetD8Async
+  int32_t (*copy)(uint64_t, uint64_t, size_t, void*); // cuMemcpyDtoDAsync
   int32_t (*note)(void*, void*);                      // cuEventRecord
   int32_t (*wait)(void*, void*, uint32_t);            // cuStreamWaitEvent
   int32_t (*tf32)();                                  // whether products of float32 may be rounded, which is part of their kind
@@ -79,7 +80,7 @@ struct Launch {
 
 // Numbers are read in the order in which Python's `Recorder.finish` writes them. Each tensor and address of a call has a slot; the first ones
 // are those of the arguments.
-enum class Do : int64_t { make, share, at, fixed, view, zero, launch, call, drop, turn, end };
+enum class Do : int64_t { make, share, at, fixed, view, zero, launch, call, drop, turn, copy, end };
 
 // What is done with a second stream: it waits for the first one, is launched on, is left again, is waited for.
 enum class Turn : int64_t { fork, aside, back, meet };
@@ -275,6 +276,12 @@ class Player {
         case Do::call: call(step); break;
         case Do::drop: made_.drop(next(step)); break;
         case Do::turn: turn(step); break;
+        case Do::copy: {
+          const size_t to = next(step), from = next(step);
+          launched_ = true;
+          stop(more_.copy(at_[to], at_[from], next(step), stream_));
+          break;
+        }
         case Do::end: finish(step, results); return true;
       }
   }

@@ -38,7 +38,7 @@ FUNCTIONS = (
     "torch_string_c_str",
     "torch_delete_string",
 )
-"""Functions of libtorch that only this calls, in the order of ``Functions`` in player.cpp; behind them come the stream's, five of the
+"""Functions of libtorch that only this calls, in the order of ``Functions`` in player.cpp; behind them come the stream's, six of the
 driver and ours."""
 
 FOLDER = "cuda-launch"
@@ -144,7 +144,7 @@ def _start() -> None:
         functions = _torch_private.libtorch_interface(FUNCTIONS)
         functions += _torch_private.libtorch_functions(["aoti_torch_get_current_cuda_stream"], "torch_cuda")
         it, own = driver(), _callback()
-        functions += [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (it.launch, it.encode, it.fill, it.note, it.wait, own)]
+        functions += [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (it.launch, it.encode, it.fill, it.copy, it.note, it.wait, own)]
         player = Player(functions, NAMESPACE, "CUDA", 1)
         player.kept.append(own)
         for twin in _torch_private.names_of_ops(NAMESPACE):

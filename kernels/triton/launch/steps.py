@@ -9,7 +9,7 @@ from moefuse.kernels.triton.launch import operations
 from moefuse.kernels.triton.launch.driver_launch import laid_out
 from moefuse.kernels.triton.launch.together import together
 
-MAKE, SHARE, AT, FIXED, VIEW, ZERO, LAUNCH, CALL, DROP, TURN, END = range(11)
+MAKE, SHARE, AT, FIXED, VIEW, ZERO, LAUNCH, CALL, DROP, TURN, COPY, END = range(12)
 """``Do`` in player.cpp."""
 FORK, ASIDE, BACK, MEET = range(4)
 """``Turn`` in player.cpp: what is done with a second stream (``beside.py``)."""
@@ -110,6 +110,8 @@ class _Writer:
             self.names += names
         elif step.do == TURN:
             numbers += (TURN, *step.what)
+        elif step.do == COPY:
+            numbers += (COPY, *[self._slot(place) for place in step.reads], *step.what)
         elif step.do == ZERO:
             numbers += (ZERO, self._slot(step.reads[0]), *step.what)
         else:

@@ -15,6 +15,7 @@ from moefuse.kernels.triton.host import arriving
 from moefuse.kernels.triton.host.arriving import Part
 from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.launch.beside import Beside
+from moefuse.kernels.triton.launch.copying import copy
 from moefuse.kernels.triton.launch.record import as_value
 from moefuse.kernels.triton.launch.recorded import recorded
 from moefuse.kernels.triton.provide import experts as kernels, symm
@@ -24,6 +25,8 @@ from moefuse.ops.meaning.call import ExpertsCall
 
 FAR = 1 << 30
 """Rows: a barrier of its own, not one of whoever takes them."""
+COPIED = 0.85
+"""The share of rows that travel from which on copy engines send all of them. Kernels that send leave others no way to memory."""
 
 
 class Wire(NamedTuple):
@@ -31,14 +34,14 @@ class Wire(NamedTuple):
 
     Attributes:
         come, back: rows to the ranks that have their experts, and sums to those that the tokens are from.
-        rows: [P * M, H] of the rows that come to this rank.
+        rows: [P * M, H] of each rank: of the rows that come to it.
         sums: [P * M, N] of each rank: of the sums that come back to it.
     """
 
     at: Shared
     come: Transfer
     back: Transfer
-    rows: Tensor
+    rows: tuple[Tensor, ...]
     sums: tuple[Tensor, ...]
 
     @staticmethod
@@ -46,7 +49,7 @@ class Wire(NamedTuple):
         """Through memory that stays (``symm.Buffers``): rows of so many features of a dtype come, and sums go back."""
 
         def made(_: Any) -> tuple[Any, ...]:
-            rows = _shown(held.memory, group.size * most, *come)
+            rows = tuple([_shown(memory, group.size * most, *come) for memory in held.peers])
             sums = tuple([_shown(memory[held.set_bytes :], group.size * most, *back) for memory in held.peers])
             return Shared(held.bases, held.turn, held.flags), rows, sums
 
@@ -66,44 +69,62 @@ def experts(call: ExpertsCall, place: Tensor | None, slots: int, small: tuple[Sh
     Args:
         small: of ids and routing weights.
     """
-    came = symm.push_tokens((call.weights,), call.ids, place, slots, *small)
-    every = call._replace(x=wire.rows, ids=came[1], weights=came[0][0])
+    at, how = small
+    rows = (call.weights,)
+    came = symm.landing(rows, call.ids, how)
+    every = call._replace(x=wire.rows[how.rank], ids=came[1], weights=came[0][0])
     parts = call.held == call.dtype and arriving.takes(kernels.plan_of(every))
-    return (_in_parts if parts else _in_order)(call, every, came, small, wire)
+    beside = Beside(call.device) if parts else None
+    copies = place is None or _share(how.size, call.top_k) >= COPIED
+    if beside is not None and copies:
+        _travel(call.x, wire, beside, None)
+    symm.push_tokens(rows, call.ids, place, slots, at, how, came)
+    there = symm.met(FAR, at, how)
+    if beside is not None and not copies:
+        # In front of the few bytes that all ranks wait for they would take the wire as long as they last.
+        beside.fork()
+        _travel(call.x, wire, beside, came[3])
+    symm.take_tokens(*came[:3], at, how, there)
+    return _in_order(call, every, came, wire) if beside is None else _in_parts(call, every, came[3], wire, beside)
 
 
-def _in_parts(call: ExpertsCall, every: ExpertsCall, came: Any, small: tuple[Shared, Transfer], wire: Wire) -> Tensor:
-    rows, local, took, to = came
-    tokens, most, rank, world = call.x.shape[0], wire.come.most, wire.come.rank, wire.come.size
-    own = call.x.new_empty((tokens, call.w_out.features), dtype=call.out_dtype)
-    # Behind the rows on the same wire the few bytes that all ranks wait for would take as long as the rows do.
-    there = symm.met(FAR, *small)
-    beside = Beside(call.device)
-    symm.take_tokens(rows, local, took, *small, there)
+def _share(ranks: int, top_k: int) -> float:
+    """Of tokens that have an expert on some rank, where each expert is chosen as often."""
+    return 1.0 - (1.0 - 1.0 / ranks) ** top_k
 
-    def travel() -> None:
-        symm.push_beside(call.x, to, wire.at, wire.come)
+
+def _travel(x: Tensor, wire: Wire, beside: Beside, to: Tensor | None) -> None:
+    """Rows to the ranks in ``to``, or all of them to all ranks by copy engines; and the barrier behind them."""
+    with beside:
+        if to is not None:
+            symm.push_beside(x, to, wire.at, wire.come)
+        for rank, into in enumerate(wire.rows if to is None else ()):
+            if rank != wire.come.rank and x.shape[0]:
+                first = wire.come.rank * wire.come.most
+                copy(into[first : first + x.shape[0]], x)
         symm.passed(wire.at, wire.come)
 
+
+def _in_parts(call: ExpertsCall, every: ExpertsCall, to: Tensor, wire: Wire, beside: Beside) -> Tensor:
+    tokens, most, rank, world = call.x.shape[0], wire.come.most, wire.come.rank, wire.come.size
+    own = call.x.new_empty((tokens, call.w_out.features), dtype=call.out_dtype)
     come = [slice(0, rank * most), slice((rank + 1) * most, world * most)]
     others = [r for r in range(world) if r != rank]
     arriving.run(
         kernels.plan_of(every),
         every,
         Part(slice(rank * most, rank * most + tokens), call.x, own),
-        [Part(part, wire.rows[part]) for part in come],
-        [Part(slice(r * most, (r + 1) * most), wire.rows, wire.sums[r][rank * most : (rank + 1) * most]) for r in others],
+        [Part(part, every.x[part]) for part in come],
+        [Part(slice(r * most, (r + 1) * most), every.x, wire.sums[r][rank * most : (rank + 1) * most]) for r in others],
         beside,
-        travel,
         back=lambda: symm.passed(wire.at, wire.back),
         programs=symm.PROGRAMS * device_of(call.device).sms,
     )
     return symm.take_sums((own,), to, wire.at, wire.back, apart=True)[0]
 
 
-def _in_order(call: ExpertsCall, every: ExpertsCall, came: Any, small: tuple[Shared, Transfer], wire: Wire) -> Tensor:
-    rows, local, took, to = came
-    symm.take_tokens(rows, local, took, *small, symm.met(small[1].others, *small))
+def _in_order(call: ExpertsCall, every: ExpertsCall, came: symm.Came, wire: Wire) -> Tensor:
+    _, _, took, to = came
     arrived = symm.push_rows((call.x,), to, wire.at, wire.come)
     symm.take_rows(arrived, took, wire.at, wire.come, symm.met(wire.come.others, wire.at, wire.come))
     y = kernels.experts(every._replace(x=arrived[0]))

@@ -29,7 +29,7 @@ _BLOCK = 2048
 """Elements that a program has in flight."""
 _SUMS = 1024
 """As many of every rank."""
-PROGRAMS = 2
+PROGRAMS = 4
 """On each multiprocessor, of what sends beside other work: enough for the link, and most of the room is left."""
 
 
@@ -78,10 +78,12 @@ class Shared(NamedTuple):
         return found
 
 
+Came = tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]
+"""What :func:`dispatch` returns."""
+
+
 @recorded
-def dispatch(
-    rows: tuple[Tensor, ...], ids: Tensor, place: Tensor | None, slots: int, at: Shared, how: Transfer
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
+def dispatch(rows: tuple[Tensor, ...], ids: Tensor, place: Tensor | None, slots: int, at: Shared, how: Transfer) -> Came:
     """Own rows [T, F] and the numbers of their experts to the ranks that have one of these, and what comes from the others.
 
     Returns:
@@ -110,15 +112,21 @@ def give_back(rows: tuple[Tensor, ...], took: Tensor, to: Tensor, at: Shared, ho
     return take_sums(rows, to, at, how, scale, met(to.shape[0], at, how))
 
 
-def push_tokens(
-    rows: tuple[Tensor, ...], ids: Tensor, place: Tensor | None, slots: int, at: Shared, how: Transfer
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
-    """The first part of :func:`dispatch`: its results, with this rank's own rows in them."""
+def landing(rows: tuple[Tensor, ...], ids: Tensor, how: Transfer) -> Came:
+    """Where a dispatch puts what comes."""
     count = how.size * how.most
     every = tuple([one.new_empty((count, *one.shape[1:])) for one in rows])
     local = torch.empty((count, ids.shape[1]), dtype=numbers_dtype(ids.dtype), device=ids.device)
     took = torch.empty(count, dtype=torch.int32, device=ids.device)
-    to = torch.empty(ids.shape[0], dtype=torch.int64, device=ids.device)
+    return every, local, took, torch.empty(ids.shape[0], dtype=torch.int64, device=ids.device)
+
+
+def push_tokens(
+    rows: tuple[Tensor, ...], ids: Tensor, place: Tensor | None, slots: int, at: Shared, how: Transfer, into: Came | None = None
+) -> Came:
+    """The first part of :func:`dispatch`: its results, with this rank's own rows in them; ``into`` what :func:`landing` gave."""
+    count = how.size * how.most
+    every, local, took, to = into or landing(rows, ids, how)
     (x, w), (out_x, out_w) = _pair(rows), _pair(every)
     arrays = {"x": x, "w": w, "ids": ids, "place": ids if place is None else place, "bases": at.bases, "turn": at.turn}
     launch(
