@@ -129,15 +129,19 @@ class Layer:
         return self.call(rank, slice(None)).reference()
 
 
-@pytest.mark.parametrize("on_input", [False, True])
-@pytest.mark.parametrize(("counts", "experts"), [([6, 6], 4), ([5, 0, 9], 5), ([7], 3), ([1, 4, 2, 8], 6)])
-def test_equal_to_one_process(counts: list[int], experts: int, on_input: bool, ranks: Any, monkeypatch: Any) -> None:
-    """Three layers on the same memory, ranks with more tokens and none, with fewer experts and none, ids of nobody; and in order, which a
+@pytest.mark.parametrize(
+    ("counts", "experts", "on_input", "copied"),
+    [([6, 6], 4, False, 0.0), ([5, 0, 9], 5, True, 2.0), ([7], 3, False, 2.0), ([1, 4, 2, 8], 6, False, 0.0), ([9, 3], 3, True, 0.0)],
+)
+def test_equal_to_one_process(counts: list[int], experts: int, on_input: bool, copied: float, ranks: Any, monkeypatch: Any) -> None:
+    """Rows by copies and by kernels; two layers on the same memory, ranks with more tokens and none, with fewer experts and none, ids of nobody; and in order, which a
     rank may do by itself, the same bit for bit."""
     from moefuse.kernels.triton.host import arriving
+    from moefuse.kernels.triton.provide import spread
 
+    monkeypatch.setattr(spread, "COPIED", copied)
     takes = arriving.takes
-    layers = [Layer(counts, experts, torch.float16, seed, on_input) for seed in range(3)]
+    layers = [Layer(counts, experts, torch.float16, seed, on_input) for seed in range(2)]
     found: dict[str, list[Any]] = {}
     for how, beside in (("beside", range(8)), ("in order", ()), ("both", (0, 2))):
         threads, small, held = ranks(len(counts)), memories(len(counts)), memories(len(counts))

@@ -222,14 +222,15 @@ def push_rows(
         _copy_scaled(rows + t * F, base.to(tl.pointer_type(rows.dtype.element_ty)) + here * F, live, scale, F, B, SCALED)
 
 
-@triton.jit(do_not_specialize=["T", "M", "N", "rank"])
-def push_beside(rows, bases, to, T, M, N, rank, at, F: tl.constexpr, B: tl.constexpr):
-    """Of N rows of this rank for others those that are in ``to``, by any number of programs; to a place of its own, and not counted."""
+@triton.jit(do_not_specialize=["T", "N", "first", "rank"])
+def push_beside(rows, bases, to, T, N, first, rank, at, F: tl.constexpr, B: tl.constexpr):
+    """Of T rows those that are in ``to`` [T], N rows of others, from row ``first`` of each rank's on, by any number of programs; to a place of
+    its own, and not counted."""
     for n in range(tl.program_id(0), N, tl.num_programs(0)):
-        t, r = _other(_wide(n), M, rank)
-        if ((tl.load(to + t, mask=t < T, other=0) >> r) & 1) > 0:
+        t, r = _other(_wide(n), T, rank)
+        if ((tl.load(to + t) >> r) & 1) > 0:
             base = tl.multiple_of(tl.load(bases + r).to(tl.pointer_type(tl.uint8)), 256) + at  # []
-            _copy(rows + t * F, base.to(tl.pointer_type(rows.dtype.element_ty)) + (rank * M + t) * F, True, F, B)
+            _copy(rows + t * F, base.to(tl.pointer_type(rows.dtype.element_ty)) + (first + t) * F, True, F, B)
 
 
 @triton.jit(do_not_specialize=["M", "N", "rank"])

@@ -25,6 +25,8 @@ from moefuse.ops.meaning.call import ExpertsCall
 
 FAR = 1 << 30
 """Rows: a barrier of its own, not one of whoever takes them."""
+CHUNKS = 2
+"""Of the rows that come: those of one are copied into sorted order while the next is under way."""
 COPIED = 0.85
 """The share of rows that travel from which on copy engines send all of them. Kernels that send leave others no way to memory."""
 
@@ -72,20 +74,20 @@ def experts(call: ExpertsCall, place: Tensor | None, slots: int, small: tuple[Sh
     at, how = small
     rows = (call.weights,)
     came = symm.landing(rows, call.ids, how)
-    every = call._replace(x=wire.rows[how.rank], ids=came[1], weights=came[0][0])
-    parts = call.held == call.dtype and arriving.takes(kernels.plan_of(every))
-    beside = Beside(call.device) if parts else None
-    copies = place is None or _share(how.size, call.top_k) >= COPIED
-    if beside is not None and copies:
+    every, to = call._replace(x=wire.rows[how.rank], ids=came[1], weights=came[0][0]), came[3]
+    beside, copies = Beside(call.device), place is None or _share(how.size, call.top_k) >= COPIED
+    if copies:
         _travel(call.x, wire, beside, None)
     symm.push_tokens(rows, call.ids, place, slots, at, how, came)
     there = symm.met(FAR, at, how)
-    if beside is not None and not copies:
+    if not copies:
         # In front of the few bytes that all ranks wait for they would take the wire as long as they last.
         beside.fork()
-        _travel(call.x, wire, beside, came[3])
+        _travel(call.x, wire, beside, to)
     symm.take_tokens(*came[:3], at, how, there)
-    return _in_order(call, every, came, wire) if beside is None else _in_parts(call, every, came[3], wire, beside)
+    in_parts = call.held == call.dtype and arriving.takes(kernels.plan_of(every))
+    own = (_in_parts if in_parts else _in_order)(call, every, wire, beside)
+    return symm.take_sums((own,), to, wire.at, wire.back, apart=True)[0]
 
 
 def _share(ranks: int, top_k: int) -> float:
@@ -93,40 +95,64 @@ def _share(ranks: int, top_k: int) -> float:
     return 1.0 - (1.0 - 1.0 / ranks) ** top_k
 
 
+def _chunks(most: int) -> list[slice]:
+    """Tokens of a rank that travel one after the other, alike on all ranks."""
+    step = -(-most // CHUNKS)
+    return [slice(start, min(start + step, most)) for start in range(0, most, step)]
+
+
 def _travel(x: Tensor, wire: Wire, beside: Beside, to: Tensor | None) -> None:
-    """Rows to the ranks in ``to``, or all of them to all ranks by copy engines; and the barrier behind them."""
-    with beside:
-        if to is not None:
-            symm.push_beside(x, to, wire.at, wire.come)
-        for rank, into in enumerate(wire.rows if to is None else ()):
-            if rank != wire.come.rank and x.shape[0]:
-                first = wire.come.rank * wire.come.most
-                copy(into[first : first + x.shape[0]], x)
-        symm.passed(wire.at, wire.come)
+    """Rows to the ranks in ``to``, or all of them to all ranks by copy engines; behind each chunk a barrier."""
+    first = wire.come.rank * wire.come.most
+    for chunk in _chunks(wire.come.most):
+        with beside:
+            some = x[chunk]
+            if to is not None:
+                symm.push_beside(some, to[chunk], wire.at, wire.come, chunk.start)
+            for rank, into in enumerate(wire.rows if to is None else ()):
+                if rank != wire.come.rank and some.shape[0]:
+                    copy(into[first + chunk.start : first + chunk.start + some.shape[0]], some)
+            symm.passed(wire.at, wire.come)
 
 
-def _in_parts(call: ExpertsCall, every: ExpertsCall, to: Tensor, wire: Wire, beside: Beside) -> Tensor:
-    tokens, most, rank, world = call.x.shape[0], wire.come.most, wire.come.rank, wire.come.size
-    own = call.x.new_empty((tokens, call.w_out.features), dtype=call.out_dtype)
-    come = [slice(0, rank * most), slice((rank + 1) * most, world * most)]
-    others = [r for r in range(world) if r != rank]
+def _in_parts(call: ExpertsCall, every: ExpertsCall, wire: Wire, beside: Beside) -> Tensor:
+    """The sums of own tokens, and those of others where they belong."""
+    most, rank, others = wire.come.most, wire.come.rank, [r for r in range(wire.come.size) if r != wire.come.rank]
+    own = call.x.new_empty((call.x.shape[0], call.w_out.features), dtype=call.out_dtype)
+
+    def part(r: int, chunk: slice) -> Part:
+        tokens = slice(r * most + chunk.start, r * most + chunk.stop)
+        return Part(tokens, every.x[tokens])
+
     arriving.run(
         kernels.plan_of(every),
         every,
-        Part(slice(rank * most, rank * most + tokens), call.x, own),
-        [Part(part, every.x[part]) for part in come],
-        [Part(slice(r * most, (r + 1) * most), every.x, wire.sums[r][rank * most : (rank + 1) * most]) for r in others],
+        Part(slice(rank * most, rank * most + call.x.shape[0]), call.x, own),
+        [[part(r, chunk) for r in others] for chunk in _chunks(most)],
+        [Part(slice(r * most, (r + 1) * most), every.x, _block(wire.sums[r], rank, most)) for r in others],
         beside,
         back=lambda: symm.passed(wire.at, wire.back),
         programs=symm.PROGRAMS * device_of(call.device).sms,
     )
-    return symm.take_sums((own,), to, wire.at, wire.back, apart=True)[0]
+    return own
 
 
-def _in_order(call: ExpertsCall, every: ExpertsCall, came: symm.Came, wire: Wire) -> Tensor:
-    _, _, took, to = came
-    arrived = symm.push_rows((call.x,), to, wire.at, wire.come)
-    symm.take_rows(arrived, took, wire.at, wire.come, symm.met(wire.come.others, wire.at, wire.come))
-    y = kernels.experts(every._replace(x=arrived[0]))
-    symm.push_back((y,), took, wire.at, wire.back)
-    return symm.take_sums((y,), to, wire.at, wire.back, 1.0, symm.met(to.shape[0], wire.at, wire.back))[0]
+def _in_order(call: ExpertsCall, every: ExpertsCall, wire: Wire, beside: Beside) -> Tensor:
+    """The same by whatever computes the call."""
+    most, rank = wire.come.most, wire.come.rank
+    beside.meet()
+    x = torch.empty_like(every.x)
+    for r in range(wire.come.size):
+        block = _block(x, r, most)
+        block.copy_(_block(every.x, r, most)) if r != rank else block[: call.x.shape[0]].copy_(call.x)
+    y = kernels.experts(every._replace(x=x))
+    for r in range(wire.come.size):
+        if r != rank:
+            copy(_block(wire.sums[r], rank, most), _block(y, r, most))
+    symm.passed(wire.at, wire.back)
+    return _block(y, rank, most)
+
+
+def _block(rows: Tensor, rank: int, most: int) -> Tensor:
+    """A rank's [M, N] of all."""
+    return rows[rank * most : (rank + 1) * most]

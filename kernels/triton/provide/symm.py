@@ -160,12 +160,13 @@ def push_rows(rows: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer, s
     return every
 
 
-def push_beside(rows: Tensor, to: Tensor, at: Shared, how: Transfer) -> None:
-    """Rows [T, F] to the other ranks in ``to`` [T], by few programs; :func:`passed` counts it."""
-    if how.others:
+def push_beside(rows: Tensor, to: Tensor, at: Shared, how: Transfer, first: int) -> None:
+    """Rows [n, F], token ``first`` and so on, to the other ranks in ``to`` [n], by few programs; :func:`passed` counts it."""
+    count = rows.shape[0] * (how.size - 1)
+    if count:
         launch(
-            symm.push_beside, (min(how.others, PROGRAMS * device_of(rows.device).sms),), {"rows": rows, "bases": at.bases, "to": to},
-            T=rows.shape[0], M=how.most, N=how.others, rank=how.rank, at=how.spans[0], F=rows.shape[1], B=_block(rows),
+            symm.push_beside, (min(count, PROGRAMS * device_of(rows.device).sms),), {"rows": rows, "bases": at.bases, "to": to},
+            T=rows.shape[0], N=count, first=how.rank * how.most + first, rank=how.rank, at=how.spans[0], F=rows.shape[1], B=_block(rows),
         )  # fmt: skip
 
 

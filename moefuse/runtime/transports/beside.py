@@ -19,7 +19,7 @@ from moefuse.runtime.groups import Terms
 from moefuse.runtime.transports import symm
 from moefuse.runtime.transports.base import most_tokens
 
-LEAST = 1024
+LEAST = 2048
 """Tokens of a rank from which on there is something to hide. Tests set it."""
 MOST_RANKS = 8
 """There is a launch for each rank."""
