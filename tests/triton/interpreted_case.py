@@ -45,3 +45,14 @@ def interpreted(module: Any, names: tuple[str, ...]) -> Iterator[list[str]]:
         finally:
             for name in names:
                 providers._replace(name, before[name])
+
+
+@pytest.fixture
+def plans_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of experts are such whose rows may come in parts (``host/arriving.py``), as on Hopper."""
+    from moefuse.kernels.triton.host.plan import Plan
+    from moefuse.kernels.triton.provide import experts
+    from moefuse.tuning.problem import Config, Tiles
+
+    config = Config(16, Tiles(16, 16, 1, 4, 1, desc=True, rows_desc=True), Tiles(16, 16, 1, 4, 1, desc=True, rows_desc=True, store=1))
+    monkeypatch.setattr(experts, "plan_of", lambda call: Plan(call, config))

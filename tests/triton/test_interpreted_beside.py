@@ -1,6 +1,6 @@
 """Transfers of a spread layer beside what needs none of them: two ranks in one process, in Triton's interpreter.
 
-A rank's launches come in four pieces with barriers between; each rank does a piece after the other ranks did the one before.
+Ranks are threads of which one runs at a time, from barrier to barrier.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from torch import Tensor
 
 from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.runtime.transports import symm as runtime
+from tests.triton import interpreted_case
 from tests.triton.test_interpreted_symm import Group
+
+plans_in_parts = interpreted_case.plans_in_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning", "ignore::RuntimeWarning")
 H, I, K = 32, 16, 2  # noqa: E741
@@ -69,14 +72,10 @@ def memories(world: int, sets: int = 2) -> list[runtime.Buffers]:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Ranks]:
-    """Barriers are those of threads; of plans, only those whose rows can come in parts."""
-    from moefuse.kernels.triton.host.plan import Plan
-    from moefuse.kernels.triton.provide import experts, symm
-    from moefuse.tuning.problem import Config, Tiles
+def ranks(plans_in_parts: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Ranks]:
+    """Barriers are those of threads."""
+    from moefuse.kernels.triton.provide import symm
 
-    config = Config(16, Tiles(16, 16, 1, 4, 1, desc=True, rows_desc=True), Tiles(16, 16, 1, 4, 1, desc=True, rows_desc=True, store=1))
-    monkeypatch.setattr(experts, "plan_of", lambda call: Plan(call, config))
     here: list[Ranks] = []
 
     def met(*_: Any) -> bool:
@@ -134,8 +133,8 @@ class Layer:
     [([6, 6], 4, False, 0.0), ([5, 0, 9], 5, True, 2.0), ([7], 3, False, 2.0), ([1, 4, 2, 8], 6, False, 0.0), ([9, 3], 3, True, 0.0)],
 )
 def test_equal_to_one_process(counts: list[int], experts: int, on_input: bool, copied: float, ranks: Any, monkeypatch: Any) -> None:
-    """Rows by copies and by kernels; two layers on the same memory, ranks with more tokens and none, with fewer experts and none, ids of nobody; and in order, which a
-    rank may do by itself, the same bit for bit."""
+    """Rows by copies and by kernels, two layers on the same memory, ranks with more tokens and none, with fewer experts and none, ids of
+    nobody; and in order, which a rank may do by itself, the same bit for bit."""
     from moefuse.kernels.triton.host import arriving
     from moefuse.kernels.triton.provide import spread
 

@@ -17,13 +17,13 @@ from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.ops.schema import TRAVELS
 from moefuse.runtime import groups, overflow, providers
 from moefuse.runtime.groups import Group, Terms
-from moefuse.runtime.transports import symm
-from tests.triton import player_case
+from moefuse.runtime.transports import beside, symm
+from tests.triton import interpreted_case, player_case
 from tests.triton.player_case import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning", "ignore::RuntimeWarning")
 T, K, E, H, I = 6, 2, 4, 16, 12  # noqa: E741
-world = player_case.world
+world, plans_in_parts = player_case.world, interpreted_case.plans_in_parts
 OP = "ep_experts_infer"
 KERNELS = ["push_tokens", "take_tokens", "push_back", "take_sums"]
 IN_FRONT = ["push_tokens", "barrier", "take_tokens", "push_back", "barrier", "take_sums"]
@@ -57,12 +57,69 @@ def mesh(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     monkeypatch.setattr(symm, "exchanged", lambda group, size, number: [number] * size)
     monkeypatch.setattr(_torch_private, "symmetric_memory", memory)
     monkeypatch.setattr(_torch_private, "symmetric_peers", lambda *_: [t.data_ptr() for t in made[-2:]])
+    monkeypatch.setattr(_torch_private, "symmetric_views", lambda *_: made[-2:])
     monkeypatch.setattr(_torch_private, "timeout_of", lambda _: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     yield group
     del groups._groups[group.name]
     symm._buffers.clear()
+
+
+def several_tokens(mesh: Group, world: World, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A call of the op whose transfers are beside its kernels, with tokens drawn from a seed."""
+    from moefuse.kernels.triton.provide import experts
+
+    monkeypatch.setattr(rounds, "infer", experts.experts)
+    monkeypatch.setattr(beside, "LEAST", T)
+    world.play(OP)
+    drawn = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=drawn).half() / 4 for shape in ((E // 2, 2 * I, H), (E // 2, H, I))]
+    place = torch.arange(E, dtype=torch.int32)
+    terms = Terms(mesh.name, transport="symm", most=T).text
+
+    def call(seed: int) -> Tensor:
+        x, ids, w = drawn_tokens(seed)
+        packed = ExpertsCall.of(x.half(), ids, w.half(), weights[:1], [], weights[1:], [], [], []).pack()
+        out: Tensor = rounds._as_raised(*packed, place, E // 2, terms, "layer", None)
+        return out
+
+    return call
+
+
+@pytest.mark.parametrize("copied", [0.0, 2.0])
+@pytest.mark.parametrize("parts", [True, False])
+def test_transfers_beside_kernels(
+    parts: bool, copied: float, mesh: Group, world: World, plans_in_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One record, with turns of two streams and copies, whether rows are sorted as they come or all at once."""
+    from moefuse.kernels.triton.host import arriving
+    from moefuse.kernels.triton.provide import spread
+
+    takes = arriving.takes
+    monkeypatch.setattr(spread, "COPIED", copied)
+    monkeypatch.setattr(arriving, "takes", lambda plan: parts and takes(plan))
+    call = several_tokens(mesh, world, monkeypatch)
+    for _ in range(3):
+        call(0)
+    assert world.refusals == []
+    for seed in (1, 2):
+        world.python.clear()
+        world.turned.clear()
+        world.copied.clear()
+        found = call(seed)
+        assert world.python == []
+        assert len(world.copied) == (0 if copied else spread.CHUNKS) + (0 if parts else 3)
+        # A fork and a wait for it, an event behind each chunk, and a wait for those that are waited for.
+        assert [what for what, *_ in world.turned].count(1) == 1 + spread.CHUNKS + (2 if parts else 0) + (1 if copied else 0)
+        assert ("send_sums" in _played(world)) == parts
+        for op in (OP, "recorded"):
+            world.player.enable(op, False)
+        torch.testing.assert_close(found, call(seed), rtol=1e-3, atol=1e-3)
+        for op in (OP, "recorded"):
+            world.player.enable(op, True)
+        assert "push_tokens" in world.python, "it was compared with itself"
+        world.launched.clear()
 
 
 @pytest.fixture

@@ -224,8 +224,8 @@ def push_rows(
 
 @triton.jit(do_not_specialize=["T", "N", "first", "rank"])
 def push_beside(rows, bases, to, T, N, first, rank, at, F: tl.constexpr, B: tl.constexpr):
-    """Of T rows those that are in ``to`` [T], N rows of others, from row ``first`` of each rank's on, by any number of programs; to a place of
-    its own, and not counted."""
+    """Of T rows those that are in ``to`` [T], to N rows of others, from row ``first`` of what each rank has on, by any number of programs; to
+    a place of its own, and not counted."""
     for n in range(tl.program_id(0), N, tl.num_programs(0)):
         t, r = _other(_wide(n), T, rank)
         if ((tl.load(to + t) >> r) & 1) > 0:

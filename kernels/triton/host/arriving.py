@@ -40,8 +40,8 @@ def takes(plan: Any) -> bool:
 
 
 def run(
-    plan: Plan, call: ExpertsCall, own: Part, come: Sequence[Sequence[Part]], leave: Sequence[Part], beside: Beside, back: Callable[[], None],
-    programs: int,
+    plan: Plan, call: ExpertsCall, own: Part, come: Sequence[Sequence[Part]], leave: Sequence[Part], beside: Beside,
+    back: Callable[[], None], programs: int,
 ) -> None:  # fmt: skip
     """Sums of ``own`` and of ``leave``.
 

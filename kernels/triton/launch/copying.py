@@ -11,7 +11,7 @@ from moefuse.kernels.triton.launch.steps import COPY, Step
 def copy(target: Tensor, source: Tensor) -> None:
     """All of ``source``, both contiguous and of one dtype."""
     recorder = active()
-    if recorder is None:
+    if recorder is None or not source.numel():
         target.copy_(source)
         return
     with recorder.pause():
@@ -19,5 +19,6 @@ def copy(target: Tensor, source: Tensor) -> None:
     try:
         places = recorder.place(target), recorder.place(source)
     except LookupError as error:
-        return recorder.refuse(f"a copy: {error.args[0]}")
-    recorder.steps.append(Step(COPY, (source.numel() * source.element_size(),), (), places))
+        recorder.refuse(f"a copy: {error.args[0]}")
+    else:
+        recorder.steps.append(Step(COPY, (source.numel() * source.element_size(),), (), places))

@@ -22,7 +22,6 @@ from moefuse.kernels.triton.provide import experts as kernels, symm
 from moefuse.kernels.triton.provide.symm import Shared, Transfer
 from moefuse.ops.meaning.call import ExpertsCall
 
-
 FAR = 1 << 30
 """Rows: a barrier of its own, not one of whoever takes them."""
 CHUNKS = 2
@@ -110,7 +109,7 @@ def _travel(x: Tensor, wire: Wire, beside: Beside, to: Tensor | None) -> None:
             if to is not None:
                 symm.push_beside(some, to[chunk], wire.at, wire.come, chunk.start)
             for rank, into in enumerate(wire.rows if to is None else ()):
-                if rank != wire.come.rank and some.shape[0]:
+                if rank != wire.come.rank:
                     copy(into[first + chunk.start : first + chunk.start + some.shape[0]], some)
             symm.passed(wire.at, wire.come)
 
@@ -143,8 +142,8 @@ def _in_order(call: ExpertsCall, every: ExpertsCall, wire: Wire, beside: Beside)
     beside.meet()
     x = torch.empty_like(every.x)
     for r in range(wire.come.size):
-        block = _block(x, r, most)
-        block.copy_(_block(every.x, r, most)) if r != rank else block[: call.x.shape[0]].copy_(call.x)
+        rows = call.x if r == rank else _block(every.x, r, most)
+        copy(_block(x, r, most)[: rows.shape[0]], rows)
     y = kernels.experts(every._replace(x=x))
     for r in range(wire.come.size):
         if r != rank:

@@ -196,8 +196,8 @@ def take_sums(
         wide: Any = tl.float64 if accumulation_dtype(part.dtype) == torch.float64 else tl.float32
         launch(
             symm.take_sums, _programs(to.shape[0]), {**at._asdict(), "own": part, "to": to, "out": out},
-            T=to.shape[0], scale=scale, set_bytes=how.set_bytes, at=start, WIDE=wide, F=out.shape[1], B=min(_block(out), _SUMS), APART=apart,
-            **_meeting(how, after or bool(found)),
+            T=to.shape[0], scale=scale, set_bytes=how.set_bytes, at=start, WIDE=wide, F=out.shape[1], B=min(_block(out), _SUMS),
+            APART=apart, **_meeting(how, after or bool(found)),
         )  # fmt: skip
         found.append(out)
     return tuple(found)
