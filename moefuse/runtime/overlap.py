@@ -29,16 +29,13 @@ Work = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Side:
-    """A side stream and its events, which are recorded anew in each call; ``more`` where it is left more than once."""
+    """A side stream and its two events, which are recorded anew in each call."""
 
     stream: torch.cuda.Stream
     fork: torch.cuda.Event
     join: torch.cuda.Event
-    more: tuple[torch.cuda.Event, ...] = ()
 
 
-MORE = 3
-"""Events of a stream that goes ahead, beside the one that every stream has."""
 _SIDES: dict[tuple[int, int, bool], Side] = {}
 """By device and current stream; and whether it goes ahead."""
 
@@ -49,8 +46,7 @@ def side_of(current: torch.cuda.Stream, ahead: bool = False) -> Side:
     side = _SIDES.get(key)
     if side is None:
         stream = torch.cuda.Stream(current.device, priority=-1 if ahead else 0)
-        more = tuple([torch.cuda.Event() for _ in range(MORE if ahead else 0)])
-        side = _SIDES[key] = Side(stream, torch.cuda.Event(), torch.cuda.Event(), more)
+        side = _SIDES[key] = Side(stream, torch.cuda.Event(), torch.cuda.Event())
     return side
 
 

@@ -60,14 +60,16 @@ class Ranks:
         self.running.acquire()
 
 
-def memories(world: int, sets: int = 2) -> list[runtime.Buffers]:
-    """For each rank, full of NaN. ``sets=1``: rows that come and sums that come back have the same memory."""
-    memory = [torch.full((2 * BYTES,), 0xFF, dtype=torch.uint8) for _ in range(world)]
+def memories(world: int) -> list[runtime.Buffers]:
+    """For each rank, full of NaN but for what barriers are made of."""
+    head = 2 * BYTES
+    memory = [torch.full((head + runtime._HEAD * runtime._ALIGN,), 0xFF, dtype=torch.uint8) for _ in range(world)]
     bases = torch.tensor([m.data_ptr() for m in memory], dtype=torch.int64)
     made = []
     for mine in memory:
-        turn, flags = torch.zeros(2, dtype=torch.int32), torch.zeros(3, 64, dtype=torch.int32)
-        made.append(runtime.Buffers(mine, bases, turn, flags, BYTES if sets == 2 else 0, 0, None, memory))
+        flags = mine[head + 3 * runtime._ALIGN :].zero_().view(torch.int32).view(4, -1)
+        one = torch.ones(1, dtype=torch.int32)
+        made.append(runtime.Buffers(mine, bases, torch.zeros(2, dtype=torch.int32), flags, BYTES, 0, None, memory, one))
     return made
 
 
@@ -87,7 +89,14 @@ def ranks(plans_in_parts: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
         at.turn[1] = at.turn[0]
         at.turn[0] += 1
 
+    def wait_for_all(at: Any, how: Any) -> None:
+        here[0].meet()
+        others = [r for r in range(how.size) if r != how.rank]
+        assert at.flags[3, others].tolist() == [1] * len(others), "rows are read that nobody has sent"
+        at.flags[3] = 0
+
     monkeypatch.setattr(symm, "met", met)
+    monkeypatch.setattr(symm, "wait_for_all", wait_for_all)
     monkeypatch.setattr(symm, "passed", passed)
 
     def make(world: int) -> Ranks:

@@ -80,6 +80,8 @@ def several_tokens(mesh: Group, world: World, monkeypatch: pytest.MonkeyPatch) -
 
     def call(seed: int) -> Tensor:
         x, ids, w = drawn_tokens(seed)
+        for held in symm._buffers.values():
+            held.flags[3] = 1  # the other rank's rows are there
         packed = ExpertsCall.of(x.half(), ids, w.half(), weights[:1], [], weights[1:], [], [], []).pack()
         out: Tensor = rounds._as_raised(*packed, place, E // 2, terms, "layer", None)
         return out
@@ -109,9 +111,9 @@ def test_transfers_beside_kernels(
         world.copied.clear()
         found = call(seed)
         assert world.python == []
-        assert len(world.copied) == (0 if copied else spread.CHUNKS) + (0 if parts else 3)
-        # A fork and a wait for it, an event behind each chunk, and a wait for those that are waited for.
-        assert [what for what, *_ in world.turned].count(1) == 1 + spread.CHUNKS + (2 if parts else 0) + (1 if copied else 0)
+        assert len(world.copied) == (0 if copied else 2) + (0 if parts else 3)
+        # A fork and an event behind the rows, another fork where ids come first, and the same for the sums.
+        assert [what for what, *_ in world.turned].count(1) == 2 + (2 if parts else 0) + (1 if copied else 0)
         assert ("send_sums" in _played(world)) == parts
         for op in (OP, "recorded"):
             world.player.enable(op, False)

@@ -47,6 +47,32 @@ def barrier(bases, turn, flags, M, rank, at_flags, patience, WORLD: tl.constexpr
     _meet(bases, tl.load(turn + 1), flags, M, rank, at_flags, patience, WORLD, BW, TIMED)
 
 
+@triton.jit(do_not_specialize=["rank"])
+def tell(bases, rank, at_came, WORLD: tl.constexpr, BW: tl.constexpr):
+    """One program, behind what was sent beside: 1 in every other rank's place for this one."""
+    r = tl.arange(0, BW)
+    other = (r < WORLD) & (r != rank)
+    theirs = (tl.load(bases + r, mask=other, other=0) + at_came).to(tl.pointer_type(tl.int32))  # [BW]
+    tl.atomic_xchg(theirs + rank, tl.zeros([BW], tl.int32) + 1, mask=other, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["rank"])
+def wait_for_all(came, rank, patience, WORLD: tl.constexpr, BW: tl.constexpr, TIMED: tl.constexpr):
+    """One program: what all other ranks send beside has come, of which they told ``came`` [64]. It is 0 again before they hear of anything
+    later that this rank does."""
+    r = tl.arange(0, BW)
+    other = (r < WORLD) & (r != rank)
+    seen = tl.load(came + r, mask=other, other=1, volatile=True)  # [BW]
+    if TIMED:
+        begin = tl.extra.cuda.globaltimer()
+    while tl.min(seen, 0) == 0:
+        seen = tl.load(came + r, mask=other, other=1, volatile=True)  # [BW]
+        if TIMED:  # noqa: SIM102 (one is of the compiler, one of the device)
+            if tl.extra.cuda.globaltimer() - begin > patience:
+                _trap()
+    tl.atomic_xchg(came + r, tl.zeros([BW], tl.int32), mask=other, sem="acquire", scope="sys")
+
+
 @triton.jit(do_not_specialize=["M", "rank"])
 def barrier_of_its_own(bases, turn, flags, M, rank, at_flags, patience, WORLD: tl.constexpr, BW: tl.constexpr, TIMED: tl.constexpr):
     """One program, for a transfer that other kernels push or take, which do not count it."""
@@ -224,8 +250,7 @@ def push_rows(
 
 @triton.jit(do_not_specialize=["T", "N", "first", "rank"])
 def push_beside(rows, bases, to, T, N, first, rank, at, F: tl.constexpr, B: tl.constexpr):
-    """Of T rows those that are in ``to`` [T], to N rows of others, from row ``first`` of what each rank has on, by any number of programs; to
-    a place of its own, and not counted."""
+    """Of T rows those that are in ``to`` [T], to N rows of others, from row ``first`` on, by any number of programs; nothing is counted."""
     for n in range(tl.program_id(0), N, tl.num_programs(0)):
         t, r = _other(_wide(n), T, rank)
         if ((tl.load(to + t) >> r) & 1) > 0:

@@ -40,15 +40,16 @@ def takes(plan: Any) -> bool:
 
 
 def run(
-    plan: Plan, call: ExpertsCall, own: Part, come: Sequence[Sequence[Part]], leave: Sequence[Part], beside: Beside,
-    back: Callable[[], None], programs: int,
+    plan: Plan, call: ExpertsCall, own: Part, come: Sequence[Part], leave: Sequence[Part], beside: Beside,
+    arrived: Callable[[], None], back: Callable[[], None], programs: int,
 ) -> None:  # fmt: skip
     """Sums of ``own`` and of ``leave``.
 
     Args:
         call: of all tokens; its x is not read.
-        come: tokens, by the block of the second stream behind which their rows are there.
+        come: the tokens whose rows are there behind ``arrived``.
         leave: the tokens whose sums are others'; nothing is written for those without an expert.
+        arrived: launched in front of ``come``.
         back: launched on the second stream behind the sums that leave.
         programs: of the kernel that sends sums, about.
     """
@@ -57,10 +58,9 @@ def run(
     first, last = (plan.steps.index(plan.by_token[name]) for name in ("spread", "sum"))
     _all(plan.steps[:first], tensors)
     _some(plan, plan.by_token["spread"], tensors, own)
-    for block, parts in enumerate(come):
-        beside.meet(block)
-        for part in parts:
-            _some(plan, plan.by_token["spread"], tensors, part)
+    arrived()
+    for part in come:
+        _some(plan, plan.by_token["spread"], tensors, part)
     _all(plan.steps[first + 1 : last], tensors)
     beside.fork()
     with beside:

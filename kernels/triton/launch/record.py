@@ -60,7 +60,6 @@ class Recorder:
         self.refusal: str | None = None
         self.paused = False
         self.aside = False
-        self.forked = 0
         for t in arguments:
             self._add(t)
 
@@ -135,14 +134,13 @@ class Recorder:
         finally:
             self.paused = before
 
-    def turn(self, what: int, stream: int, event: int, side: Any) -> None:
-        """FORK, ASIDE, BACK or MEET of a second stream, by handles of it and of an event; ``side`` has both and is kept."""
+    def turn(self, what: int, side: Any) -> None:
+        """FORK, ASIDE, BACK or MEET of a second stream (``overlap.Side``), which is None where there is one stream only."""
         self.aside = what == ASIDE or (self.aside and what != BACK)
-        if what == FORK:
-            self.forked = len(self.steps)
         self.kept.append(side)
-        reads = [place for step in self.steps[self.forked :] for place in step.reads] if what == MEET else ()
-        self.steps.append(Step(TURN, (what, stream, event), (), reads))
+        handles = (0, 0) if side is None else (side.stream.cuda_stream, (side.fork if what == FORK else side.join).cuda_event)
+        reads = [place for step in self.steps for place in step.reads] if what == MEET else ()
+        self.steps.append(Step(TURN, (what, *handles), (), reads))
 
     def operation(self, op: Any, args: Sequence[Any], named: dict[str, Any], out: Any) -> None:
         """An operation of torch."""

@@ -26,7 +26,7 @@ class Step(NamedTuple):
     """What is done, with what, the slots that it fills, and the places that it reads.
 
     ``what``: of MAKE (size, stride, dtype), of LAUNCH the launch, of CALL the names and then numbers, of all else numbers. A TURN to MEET
-    reads what was read since the FORK, which so is there until then.
+    reads all that was read, which so is there until then.
     """
 
     do: int

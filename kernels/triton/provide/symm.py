@@ -29,6 +29,8 @@ _BLOCK = 2048
 """Elements that a program has in flight."""
 _SUMS = 1024
 """As many of every rank."""
+AT_CAME = 3 * 64 * 4
+"""Bytes behind the flags, of their last row."""
 PROGRAMS = 4
 """On each multiprocessor, of what sends beside other work: enough for the link, and most of the room is left."""
 
@@ -160,14 +162,27 @@ def push_rows(rows: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer, s
     return every
 
 
-def push_beside(rows: Tensor, to: Tensor, at: Shared, how: Transfer, first: int) -> None:
-    """Rows [n, F], token ``first`` and so on, to the other ranks in ``to`` [n], by few programs; :func:`passed` counts it."""
+def push_beside(rows: Tensor, to: Tensor, at: Shared, how: Transfer) -> None:
+    """Rows [T, F] to the other ranks in ``to`` [T], by few programs."""
     count = rows.shape[0] * (how.size - 1)
     if count:
         launch(
             symm.push_beside, (min(count, PROGRAMS * device_of(rows.device).sms),), {"rows": rows, "bases": at.bases, "to": to},
-            T=rows.shape[0], N=count, first=how.rank * how.most + first, rank=how.rank, at=how.spans[0], F=rows.shape[1], B=_block(rows),
+            T=rows.shape[0], N=count, first=how.rank * how.most, rank=how.rank, at=how.spans[0], F=rows.shape[1], B=_block(rows),
         )  # fmt: skip
+    if how.others:
+        launch(symm.tell, (1,), {"bases": at.bases}, warps=1, rank=how.rank, at_came=how.at_flags + AT_CAME, **_ranks(how))
+
+
+def wait_for_all(at: Shared, how: Transfer) -> None:
+    """What other ranks send beside has come."""
+    if how.others:
+        came = {"came": at.flags[3]}
+        launch(symm.wait_for_all, (1,), came, warps=1, rank=how.rank, patience=how.patience, TIMED=_TIMED, **_ranks(how))
+
+
+def _ranks(how: Transfer) -> dict[str, Any]:
+    return {"WORLD": how.size, "BW": power_of_two(how.size)}
 
 
 def take_rows(every: tuple[Tensor, ...], took: Tensor, at: Shared, how: Transfer, after: bool = True) -> None:

@@ -31,7 +31,7 @@ MOST_RANKS = 63
 """A token's ranks are bits of an int64."""
 _ALIGN = 256
 """Bytes."""
-_HEAD = 6
+_HEAD = 7
 """Times ``_ALIGN`` bytes behind the sets for ``bases``, ``turn`` and ``flags``, which no allocator may give away between CUDA graphs."""
 _WAIT = 600.0
 """Seconds, where the process group does not say how long to wait."""
@@ -45,7 +45,9 @@ class Buffers:
     Attributes:
         bases: [P] int64, of every rank's memory.
         turn: [2] int32, transfers counted on the device.
-        flags: [3, 64] int32, what each rank says at a barrier; at the same place in every rank's memory.
+        flags: [4, 64] int32, what each rank says at a barrier, and 1 in the last row where what it sends beside has come; at the same place
+            in every rank's memory.
+        one: [1] int32, the number.
         patience: nanoseconds that a rank waits for the others.
         older: buffers that older graphs know.
         peers: every rank's memory as a tensor of this one's device, where it has a use of its own.
@@ -59,6 +61,7 @@ class Buffers:
     patience: int = 0
     older: Buffers | None = None
     peers: Sequence[Tensor] = ()
+    one: Tensor | None = None
 
     @property
     def at_flags(self) -> int:
@@ -98,13 +101,14 @@ def buffers(group: Group, device: torch.device, needed: int, use: str = "") -> B
         raise ParallelError(f"transport='symm' needs GPUs that can write each other's memory, and has none ({error}): {_ELSE}") from error
     head = memory[2 * size :].zero_()
     bases = head.view(torch.int64)[: group.size].copy_(torch.tensor(addresses))
-    turn, flags = head[2 * _ALIGN : 3 * _ALIGN].view(torch.int32), head[3 * _ALIGN :].view(torch.int32).view(3, -1)
+    turn, flags = head[2 * _ALIGN : 3 * _ALIGN].view(torch.int32), head[3 * _ALIGN :].view(torch.int32).view(4, -1)
+    one = turn[2:3].fill_(1)
     wait = _torch_private.timeout_of(group.process_group)
     patience = int(1e9 * (_WAIT if wait is None else wait.total_seconds()))
     torch.cuda.synchronize(device)
     exchanged(group.host, group.size, 1)  # nobody raises a flag that its owner has yet to lower
     providers.forget_records()  # of calls that use the older ones, which other ranks may not have
-    _buffers[group.name, device, use] = Buffers(memory, bases, turn[:2], flags, size, patience, known, peers)
+    _buffers[group.name, device, use] = Buffers(memory, bases, turn[:2], flags, size, patience, known, peers, one)
     return _buffers[group.name, device, use]
 
 
