@@ -17,6 +17,7 @@ from moefuse.parallel.meshes import register
 from moefuse.runtime import providers
 from moefuse.runtime.groups import Terms
 from moefuse.runtime.transports import beside
+from tests.dist import layers
 from tests.dist.workers import Workers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -160,28 +161,6 @@ def delayed(rank: int, late: int) -> int:
     return different
 
 
-class Model(nn.Module):
-    """A gate, experts in two stacks; twice, so that one layer's rows follow the other's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(256, 16, bias=False)
-        self.first = nn.ParameterList([nn.Parameter(torch.randn(16, 256, 256) * 0.05), nn.Parameter(torch.randn(16, 256, 128) * 0.05)])
-        self.second = nn.ParameterList([nn.Parameter(torch.randn(16, 256, 256) * 0.05), nn.Parameter(torch.randn(16, 256, 128) * 0.05)])
-
-    def experts(self, x: Tensor, of: nn.ParameterList) -> Tensor:
-        weights, ids = self.gate(x).softmax(-1).topk(4)
-        out = torch.zeros_like(x)
-        for e in range(16):
-            token, k = torch.where(ids == e)
-            gate, up = (x[token] @ of[0][e].T).chunk(2, -1)
-            out.index_add_(0, token, (torch.nn.functional.silu(gate) * up) @ of[1][e].T * weights[token, k, None])
-        return out
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.experts(x + self.experts(x, self.first), self.second)
-
-
 def test_a_model(two: Workers) -> None:
     """What people write, in default mode and in CUDA graphs of Inductor's."""
     for worst, used in two.run(model):
@@ -195,7 +174,8 @@ def model(rank: int) -> tuple[float, bool]:
     torch.manual_seed(0)
     beside.LEAST = 2048
     providers.forget_records()
-    single = Model().cuda().bfloat16()
+    layers.H, layers.I = 256, 128
+    single: nn.Module = layers.Model(layers.Stacked, 16).cuda().bfloat16()
     spread = copy.deepcopy(single)
     moefuse.parallelize(spread, init_device_mesh("cuda", (2,), mesh_dim_names=("ep",))["ep"], max_tokens="equal", transport="symm")
     used: list[Any] = []
@@ -206,7 +186,7 @@ def model(rank: int) -> tuple[float, bool]:
         for mode in ("default", "reduce-overhead"):
             run = torch.compile(spread, backend="moefuse", dynamic=False, mode=mode)
             for _ in range(4):
-                x = torch.randn(2304, 256, device="cuda").bfloat16()
+                x = torch.randn(2304, layers.H, device="cuda").bfloat16()
                 torch.compiler.cudagraph_mark_step_begin()
                 found, wanted = run(x), single(x)
                 worst = max(worst, ((found - wanted).float().norm() / wanted.float().norm()).item())

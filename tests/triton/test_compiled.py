@@ -162,10 +162,12 @@ def spills(compiled: Any, arch: int | str, folder: Path) -> int:
 
 def compile_plan(problem: Any, config: Any, arch: int | str, folder: Path, separate: bool = False) -> None:
     from moefuse.kernels.triton.host import layout
+    from moefuse.kernels.triton.host.plan_tiles import sent_sum
 
     device = layout.Device("", 132, SHARED[arch], arch == 90, not isinstance(arch, str))
     plan, tensors = make_plan(problem, config, separate, device)
-    for step in plan.steps:
+    sent = [sent_sum(plan, 5000, 528)] if "spread" in plan.by_token else []
+    for step in (*plan.steps, *sent):
         options = {k: v for k, v in step.options.items() if k != "launch_pdl" or not isinstance(arch, str)}
         compiled = compile_launch(step, tensors, arch, options)
         name = f"{step.kernel.__name__} for {arch}"

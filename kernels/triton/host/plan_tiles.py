@@ -228,14 +228,13 @@ def build_down(plan: Planned, down: Tiles, max_tiles: int) -> None:
 
 
 def build_sum(plan: Planned, in_order: bool) -> None:
-    numbers = {"SORTED": in_order, "KNOWN": plan.top_k if plan.top_k <= UNROLLED else 0}
-    plan.by_token["sum"] = plan.launch(combine.combine_slots, *_sum(plan, plan.tokens, in_order), **_of_sum(plan), **numbers)
+    made = plan.launch(combine.combine_slots, *_sum(plan, plan.tokens, in_order), **_of_sum(plan), SORTED=in_order)
+    plan.by_token["sum"] = made
 
 
 def sent_sum(plan: Planned, tokens: int, programs: int) -> Launch:
     """The sum of some tokens of rows in order, by so many programs or twice as many, to a place that is far."""
-    known = plan.top_k if plan.top_k <= UNROLLED else 0
-    return plan.made(combine.send_sums, *_sum(plan, min(tokens, programs), True), **_of_sum(plan), T=tokens, KNOWN=known)
+    return plan.made(combine.send_sums, *_sum(plan, min(tokens, programs), True), **_of_sum(plan), T=tokens)
 
 
 def _sum(plan: Planned, rows: int, in_order: bool) -> tuple[Any, ...]:
@@ -247,7 +246,8 @@ def _sum(plan: Planned, rows: int, in_order: bool) -> tuple[Any, ...]:
 def _of_sum(plan: Planned) -> dict[str, Any]:
     n, block = plan.out, _columns(plan)
     at = {"at_ids": plan.strides_ids, "at_weights": plan.strides_weights}
-    numbers = {"top_k": plan.top_k, "E": plan.experts, "N": n, "BN": block, "EVEN_N": n % block == 0}
+    known = plan.top_k if plan.top_k <= UNROLLED else 0
+    numbers = {"top_k": plan.top_k, "E": plan.experts, "N": n, "BN": block, "EVEN_N": n % block == 0, "KNOWN": known}
     return {**numbers, **at, "SCALE": not plan.body.on_input, "PDL": plan.pdl}
 
 

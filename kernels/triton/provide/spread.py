@@ -14,6 +14,7 @@ from torch import Tensor
 from moefuse.kernels.triton.host import arriving
 from moefuse.kernels.triton.host.arriving import Part
 from moefuse.kernels.triton.host.layout import device_of
+from moefuse.kernels.triton.host.plan import Plan
 from moefuse.kernels.triton.launch.beside import Beside
 from moefuse.kernels.triton.launch.copying import copy
 from moefuse.kernels.triton.launch.record import as_value
@@ -57,9 +58,11 @@ class Wire(NamedTuple):
             came = tuple([_shown(memory[held.at_flags + symm.AT_CAME :], 1, 64, torch.int32)[0] for memory in held.peers])
             return Shared(held.bases, held.turn, held.flags), rows, sums, came, held.one
 
-        at, *shown = as_value(made, ())
-        ways = [Transfer.of(group.size, group.rank, 0, held.at_flags, most, (n, n), held.patience) for n in (0, held.set_bytes)]
-        return Wire(at, *ways, *shown)
+        at, rows, sums, came, one = as_value(made, ())
+        there, back_again = (
+            Transfer.of(group.size, group.rank, 0, held.at_flags, most, (n, n), held.patience) for n in (0, held.set_bytes)
+        )
+        return Wire(at, there, back_again, rows, sums, came, one)
 
 
 def _shown(memory: Tensor, rows: int, features: int, dtype: torch.dtype) -> Tensor:
@@ -87,8 +90,11 @@ def experts(call: ExpertsCall, place: Tensor | None, slots: int, small: tuple[Sh
         beside.fork()
         _travel(call.x, wire, beside, to)
     symm.take_tokens(*came[:3], at, how, there)
-    in_parts = call.held == call.dtype and arriving.takes(kernels.plan_of(every))
-    own = (_in_parts if in_parts else _in_order)(call, every, wire, beside)
+    plan = kernels.plan_of(every) if call.held == call.dtype else None
+    if isinstance(plan, Plan) and arriving.takes(plan):
+        own = _in_parts(plan, call, every, wire, beside)
+    else:
+        own = _in_order(call, every, wire, beside)
     return symm.take_sums((own,), to, wire.at, wire.back, apart=True)[0]
 
 
@@ -111,7 +117,7 @@ def _travel(x: Tensor, wire: Wire, beside: Beside, to: Tensor | None) -> None:
                 copy(wire.came[r][rank : rank + 1], wire.one)
 
 
-def _in_parts(call: ExpertsCall, every: ExpertsCall, wire: Wire, beside: Beside) -> Tensor:
+def _in_parts(plan: Plan, call: ExpertsCall, every: ExpertsCall, wire: Wire, beside: Beside) -> Tensor:
     """The sums of own tokens, and those of others where they belong."""
     most, rank, others = wire.come.most, wire.come.rank, [r for r in range(wire.come.size) if r != wire.come.rank]
     own = call.x.new_empty((call.x.shape[0], call.w_out.features), dtype=call.out_dtype)
@@ -120,7 +126,7 @@ def _in_parts(call: ExpertsCall, every: ExpertsCall, wire: Wire, beside: Beside)
         return Part(slice(first, stop), every.x[first:stop])
 
     arriving.run(
-        kernels.plan_of(every),
+        plan,
         every,
         Part(slice(rank * most, rank * most + call.x.shape[0]), call.x, own),
         [part(0, rank * most), part((rank + 1) * most, every.x.shape[0])],

@@ -1,0 +1,121 @@
+"""Transfers of a spread layer beside what needs none of them, against the same in order: one layer on two or more GPUs of one host.
+
+    torchrun --nproc-per-node 2 benchmarks/beside.py --out benchmarks/results/beside-h200x2.json
+
+128 experts, 8 a token, H = 2048, in bfloat16; I = 768 is Qwen3-30B-A3B's layer, and I = 128 has on two GPUs the ratio of wire to work that
+seven have with I = 768. ``work``: the experts of a rank for as many rows, with nothing that travels. ``exposed``: what transfers take
+beside ``work``, of what they take in order. Outputs are compared bit for bit before anything is timed. Microseconds are the slowest
+rank's: in CUDA graphs, all in turns, and launched from records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from _ranks import PER_GRAPH, head, in_turns, leave, say, start, summary  # noqa: E402
+from _timing import by_line, captured  # noqa: E402
+
+import moefuse.ops  # noqa: E402, F401
+from moefuse.parallel.meshes import register  # noqa: E402
+from moefuse.runtime import providers  # noqa: E402
+from moefuse.runtime.groups import Terms  # noqa: E402
+from moefuse.runtime.transports import beside  # noqa: E402
+
+H, E, K = 2048, 128, 8
+POINTS = ((128, 1024), (128, 2048), (128, 4096), (128, 16384), (768, 1024), (768, 2048), (768, 4096), (768, 16384))
+"""(I, T): width of an expert, tokens of each rank."""
+NEVER = 1 << 40
+
+
+class Layer:
+    """A rank's experts and tokens."""
+
+    def __init__(self, inter: int, tokens: int, mesh: str, rank: int, world: int, device: torch.device) -> None:
+        source = torch.Generator(device).manual_seed(rank)
+        self.slots, self.rank, self.world = E // world, rank, world
+        self.w_in = torch.randn(self.slots, 2 * inter, H, device=device, dtype=torch.bfloat16, generator=source) * 0.02
+        self.w_out = torch.randn(self.slots, H, inter, device=device, dtype=torch.bfloat16, generator=source) * 0.02
+        self.x = torch.randn(tokens, H, device=device, dtype=torch.bfloat16, generator=source)
+        self.ids = torch.rand(tokens, E, device=device, generator=source).topk(K).indices.int()
+        self.weights = torch.rand(tokens, K, device=device, generator=source).bfloat16()
+        self.how: dict[str, Any] = {"place": torch.arange(E, dtype=torch.int32, device=device), "slots": self.slots}
+        self.how["terms"] = Terms(mesh, "symm", "distinct", tokens).text
+
+    def from_tokens(self, least: int) -> Callable[[], Tensor]:
+        """Transfers are beside from so many tokens on."""
+        op = torch.ops.moefuse.ep_experts.default
+
+        def call() -> Tensor:
+            if least != beside.LEAST:
+                providers.forget_records()
+            beside.LEAST = least
+            lists: list[list[Tensor]] = [[self.w_in], [], [self.w_out], [], [], []]
+            return op(self.x, self.ids, self.weights, *lists, **self.how, layer="a layer")  # type: ignore[no-any-return]
+
+        return call
+
+    def work(self) -> Callable[[], Tensor]:
+        """As many rows as all ranks send."""
+        x, weights = self.x.repeat(self.world, 1), self.weights.repeat(self.world, 1)
+        local = self.ids.repeat(self.world, 1) - self.rank * self.slots
+        local = torch.where((local >= 0) & (local < self.slots), local, -1).int()
+        return lambda: torch.ops.moefuse.experts.default(x, local, weights, [self.w_in], [], [self.w_out], [], [], [])  # type: ignore[no-any-return]
+
+
+def checked(layer: Layer, calls: dict[str, Callable[[], Tensor]]) -> None:
+    """Both ways give the same for other tokens in each of 20 calls."""
+    found = {}
+    for name, call in calls.items():
+        source, outs = torch.Generator(layer.x.device).manual_seed(layer.rank), []
+        for _ in range(20):
+            layer.x.copy_(torch.randn(layer.x.shape, device=layer.x.device, generator=source))
+            outs.append(call())
+        found[name] = outs
+    assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+
+
+@torch.no_grad()
+def measured(layer: Layer, rounds: int) -> dict[str, Any]:
+    ways = {"beside": layer.from_tokens(1), "in order": layer.from_tokens(NEVER)}
+    checked(layer, ways)
+    launched = {f"{name}, launched": in_turns({name: (call, 1)}, rounds=rounds)[name] for name, call in ways.items()}
+    graphs = {name: (captured(call, PER_GRAPH), PER_GRAPH) for name, call in {**ways, "work": layer.work()}.items()}
+    times = in_turns(graphs, rounds=rounds)
+    found = {name: summary(t) for name, t in {**times, **launched}.items()}
+    takes = {name: found[name]["median"] for name in times}
+    return {"us": found, "exposed": (takes["beside"] - takes["work"]) / (takes["in order"] - takes["work"])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rank, world, device = start("cuda")
+    mesh = register(init_device_mesh("cuda", (world,), mesh_dim_names=("ep",))["ep"])
+    results: list[dict[str, Any]] = []
+    for inter, tokens in POINTS:
+        torch.cuda.empty_cache()
+        results.append({"I": inter, "T": tokens, **measured(Layer(inter, tokens, mesh, rank, world, device), args.rounds)})
+        us = {name: round(t["median"], 1) for name, t in results[-1]["us"].items()}
+        say(inter, tokens, us, f"exposed {results[-1]['exposed']:.2f}")
+    if args.out and dist.get_rank() == 0:
+        info = head("us per call, the slowest rank's", "torchrun --nproc-per-node 2 benchmarks/beside.py", args.commit)
+        args.out.write_text(by_line(info, "results", results))
+    leave()
+
+
+if __name__ == "__main__":
+    main()
