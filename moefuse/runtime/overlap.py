@@ -9,7 +9,8 @@ What makes it right:
   every reader of it: a current stream has a side stream of its own. (``record_stream`` would say the same to the allocator by an event
   for each tensor and call.)
 * **CUDA graphs**: fork and join are events, which capture turns into edges; no stream is waited for by the host.
-* **Collectives** never run here: the side work is one expert that every token takes.
+* **Collectives** never run here: the side work is one expert that every token takes. What goes ahead (``side_of``) is of one call, which
+  ends when the streams have met; it may send rows, for which the other rank waits by a flag and no collective.
 
 MOEFUSE_OVERLAP=0 forbids it.
 """

@@ -31,6 +31,7 @@ LATE = {
     "pipeline.rewrite": "a broken install of the passes must not break a program",
     "pipeline.settled": "a broken install of the passes must not break a program",
     "report.report": "a page alone needs what draws it",
+    "runtime.transports.beside": "Triton is not there on every machine",
     "runtime.transports.symm": "Triton is not there on every machine",
     "tuning.measure.warmup": "Triton is not there on every machine",
     "kernels.triton.tune.worker": "the process says that it is there before it loads Triton",
