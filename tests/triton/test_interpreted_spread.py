@@ -89,8 +89,7 @@ def several_tokens(mesh: Group, world: World, monkeypatch: pytest.MonkeyPatch) -
     return call
 
 
-@pytest.mark.parametrize("copied", [0.0, 2.0])
-@pytest.mark.parametrize("parts", [True, False])
+@pytest.mark.parametrize(("parts", "copied"), [(True, 0.0), (True, 2.0), (False, 0.0)])
 def test_transfers_beside_kernels(
     parts: bool, copied: float, mesh: Group, world: World, plans_in_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
