@@ -137,7 +137,7 @@ def _config(form: str) -> Any:
     if not form:
         return None
     if form.startswith("vectors"):
-        part: Any = Vectors(4, 8, at=2, parts=3 if "parts" in form else 1)
+        part: Any = Vectors(8, 8, at=2, parts=3 if "parts" in form else 1)
         return Config(0, part, part)
     part = Tiles(16, 16, 4, 1, swap="swapped" in form)
     return Config(16, part, part)
