@@ -52,8 +52,8 @@ class Layer:
         self.how: dict[str, Any] = {"place": torch.arange(E, dtype=torch.int32, device=device), "slots": self.slots}
         self.how["terms"] = Terms(mesh, "symm", "distinct", tokens).text
 
-    def from_tokens(self, least: int) -> Callable[[], Tensor]:
-        """Transfers are beside from so many tokens on."""
+    def from_bytes(self, least: int) -> Callable[[], Tensor]:
+        """Transfers are beside from so many bytes on."""
         op = torch.ops.moefuse.ep_experts.default
 
         def call() -> Tensor:
@@ -87,7 +87,7 @@ def checked(layer: Layer, calls: dict[str, Callable[[], Tensor]]) -> None:
 
 @torch.no_grad()
 def measured(layer: Layer, rounds: int) -> dict[str, Any]:
-    ways = {"beside": layer.from_tokens(1), "in order": layer.from_tokens(NEVER)}
+    ways = {"beside": layer.from_bytes(1), "in order": layer.from_bytes(NEVER)}
     checked(layer, ways)
     launched = {f"{name}, launched": in_turns({name: (call, 1)}, rounds=rounds)[name] for name, call in ways.items()}
     graphs = {name: (captured(call, PER_GRAPH), PER_GRAPH) for name, call in {**ways, "work": layer.work()}.items()}

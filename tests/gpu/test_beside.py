@@ -61,7 +61,7 @@ CASES = {
 
 
 def made(case: Layer, rank: int) -> tuple[Callable[[int], Tensor], Tensor, Tensor]:
-    """(the layer with transfers beside it from so many tokens on, x, ids)."""
+    """(the layer with transfers beside it from so many bytes on, x, ids)."""
     mesh = register(init_device_mesh("cuda", (2,), mesh_dim_names=("ep",))["ep"])
     source = torch.Generator("cuda").manual_seed(rank)
     local, held = case.E // 2 if case.table else case.E, case.held or case.dtype
@@ -172,7 +172,7 @@ def test_a_model(two: Workers) -> None:
 def model(rank: int) -> tuple[float, bool]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    beside.LEAST = 2048
+    beside.LEAST = 1 << 20
     providers.forget_records()
     layers.H, layers.I = 256, 128
     single: nn.Module = layers.Model(layers.Stacked, 16).cuda().bfloat16()
