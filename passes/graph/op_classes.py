@@ -6,7 +6,7 @@ What aliases what, and what writes, is read from torch: storage.py and writes.py
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -126,9 +126,29 @@ RANDOM = tuple(
 def draws(call: Call) -> bool:
     """Whether an operation draws random numbers with the arguments that it has."""
     if "dropout" in call.name:
-        given = dict(zip(("input", "p", "training"), call.args, strict=False)) | call.kwargs
-        return given.get("p", 0.5) != 0.0 and given.get("training", given.get("train", True)) is not False
+        given = _of_dropout(call)
+        return given["p"] != 0.0 and given["training"] is not False
     return random(call.name)
+
+
+def drop_probability(call: Call | None) -> float | None:
+    """The probability of a dropout that may be drawn on other rows, 0 where it does nothing; None for any other operation.
+
+    What is drawn changes with the rows that experts are given: only its distribution is kept. Inductor keeps no more, unless
+    ``fallback_random`` asks for eager's stream.
+    """
+    if call is None or call.name != "dropout":
+        return None
+    if not draws(call):
+        return 0.0
+    given = _of_dropout(call)
+    plain = given["training"] is True and isinstance(given["p"], float) and not call.inplace and not given.get("inplace", False)
+    return given["p"] if plain and not _torch_private.keeps_random_stream() else None
+
+
+def _of_dropout(call: Call) -> dict[str, Any]:
+    given = dict(zip(("input", "p", "training", "inplace"), call.args, strict=False)) | call.kwargs
+    return {"p": 0.5, "training": given.get("train", True), **given}
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.matmuls import READ, operands
-from moefuse.passes.graph.op_classes import BINARY, CASTS, CONDITIONS, PICKS, RESHAPES, TERNARY, TURNS, UNARY
+from moefuse.passes.graph.op_classes import BINARY, CASTS, CONDITIONS, PICKS, RESHAPES, TERNARY, TURNS, UNARY, drop_probability
 from moefuse.passes.graph.sharded import is_root
 from moefuse.passes.graph.sizes import same, same_shape, shape_of
 from moefuse.passes.graph.values import is_boolean
@@ -149,8 +149,8 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
         before = tensor(first)
         same_dtype = before is not None and before.dtype == value.dtype
         return go(first) if same_dtype else Cast(node, go(first), value.dtype)
-    if call.name == "dropout" and (call.args[1:2] == (0.0,) or call.kwargs.get("training", (*call.args, True, True)[2]) is False):
-        return go(first) if isinstance(first, Node) else None
+    if (probability := drop_probability(call)) is not None and isinstance(first, Node):
+        return Op(node, "dropout", (go(first), probability, True)) if probability else go(first)
     if call.name in _POINTWISE:
         return _pointwise(node, go, call)
     if call.name in ("zeros_like", "ones_like", "full_like"):

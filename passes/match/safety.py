@@ -16,7 +16,7 @@ from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import COPIES, LOOKS_AT, SIZE_QUERIES
 from moefuse.passes.infer.held import uncast
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.expr import Cast, Linear, Op, has_linear, walk, weight_leaves
+from moefuse.passes.ir.expr import Cast, Linear, has_linear, walk, weight_leaves
 from moefuse.passes.ir.facts import (
     Buffer,
     Counts,
@@ -40,7 +40,6 @@ from moefuse.passes.ir.facts import (
     View,
     Weight,
 )
-from moefuse.passes.ir.lowrank import in_front
 from moefuse.passes.ir.regions import Region, sources
 from moefuse.passes.match.contexts import differ
 from moefuse.passes.match.encodings import encoded
@@ -61,7 +60,7 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
     if bounds - {region.num_experts}:
         return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
     whole = _spanned(ctx, replace(region, expr=uncast(ctx, region.expr)))
-    checks = (transformed, _mixed, encoded, _casts, _draws, _feeds_itself, _types, _modes, _mutations, _spoiled, _escapes)
+    checks = (transformed, _mixed, encoded, _casts, _feeds_itself, _types, _modes, _mutations, _spoiled, _escapes)
     problems = (check(ctx, whole) for check in checks)
     return next((problem for problem in problems if problem is not None), whole)
 
@@ -99,14 +98,6 @@ def _casts(ctx: Context, region: Region) -> Lost | None:
         if cast is None
         else ctx.lost("no-rule", cast.node, how=f"a cast to {str(cast.dtype).removeprefix('torch.')}, which does more than round them")
     )
-
-
-def _draws(ctx: Context, region: Region) -> Lost | None:
-    """Of random draws only a dropout in front of an adapter's A is known to be row-local."""
-    allowed = in_front(region.expr)
-    drawn = (e for e in walk(region.expr) if isinstance(e, Op) and e.name == "dropout" and id(e) not in allowed)
-    found = next(drawn, None)
-    return None if found is None else ctx.lost("random", found.node, op=found.name)
 
 
 def _spelling(ctx: Context, region: Region) -> Domain:

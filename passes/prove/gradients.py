@@ -21,7 +21,8 @@ from torch.fx import Node
 from moefuse.passes.graph.applied import Functions
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.expr import Gate, Op, SlotWeight, Token, held_leaves, walk
+from moefuse.passes.ir.expr import Gate, SlotWeight, Token, held_leaves, walk
+from moefuse.passes.ir.lowrank import in_front
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.prove.surroundings import FAR, lowest, rms
 
@@ -88,8 +89,7 @@ def comparable(ctx: Context, region: Region) -> bool:
     """
     expr = region.expr
     own = any(not region.nodes.isdisjoint(f.nodes) for f in ctx.scratch(Functions).found)
-    drawn = any(isinstance(e, Op) and e.name == "dropout" for e in walk(expr))
-    return region.trained and not own and not drawn and not held_leaves(expr)
+    return region.trained and not own and not in_front(expr) and not held_leaves(expr)
 
 
 def _differentiated(region: Region) -> list[Node]:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse import _torch_private
 from moefuse.passes.graph.calls import call_of, tensor
 from moefuse.passes.graph.named import named, placed
-from moefuse.passes.graph.op_classes import CASTS, PRODUCTS, RANDOM, SHAPED, TERNARY, UNARY
+from moefuse.passes.graph.op_classes import CASTS, RANDOM, SHAPED, TERNARY, UNARY, drop_probability
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.graph.values import is_boolean
 from moefuse.passes.infer.cone import cone_rows
@@ -287,40 +286,13 @@ def on_hook(ctx: Context, node: Node, x: Any) -> Finding:
 
 @rule(*RANDOM)
 def on_random(ctx: Context, node: Node, x: Any = None, *args: Any, **kwargs: Any) -> Finding:
-    fact = ctx.fact(x)
+    fact, call = ctx.fact(x), ctx.calls[node]
     if not isinstance(fact, Rows):
         return None
-    call = ctx.calls[node]
-    names = dict(zip(("p", "training"), args, strict=False)) | kwargs
-    if call is not None and call.name == "dropout" and (names.get("p", 0.5) == 0.0 or names.get("training", True) is False):
-        return fact
-    probability = names.get("p", 0.5)
-    plain = call is not None and call.name == "dropout" and not call.inplace and isinstance(probability, float)
-    if plain and names.get("training", True) is True and not names.get("inplace", False) and _first_of_a_pair(ctx, node):
-        return replace(fact, expr=Op(node, "dropout", (fact.expr, probability, True)))
-    return ctx.lost("random", node, op=call.name if call is not None else "?")
-
-
-def _first_of_a_pair(ctx: Context, node: Node) -> bool:
-    """Whether a dropout's rows go through two products and nowhere else, as in front of an adapter's A.
-
-    Which rows an expert has, and so what its draws are, changes in a rewrite: only their distribution is kept. Inductor keeps no more,
-    unless ``fallback_random`` asks for eager's stream. Whether the products are an adapter's is found when the region is complete.
-    """
-    from_a = _readers(ctx, node)
-    from_b = [reader for a in from_a for reader in _readers(ctx, a)]
-    products = [ctx.calls[n] for n in (*from_a, *from_b)]
-    return bool(from_b) and all(c is not None and c.name in PRODUCTS for c in products) and not _torch_private.keeps_random_stream()
-
-
-def _readers(ctx: Context, node: Node) -> list[Node]:
-    """The users of a value, behind casts and products with a number."""
-    found: list[Node] = []
-    for user in node.users:
-        call = ctx.calls[user]
-        beside = call is not None and (call.name == "to" or (call.name == "mul" and len(user.all_input_nodes) == 1))
-        found += _readers(ctx, user) if beside else [user]
-    return found
+    probability = drop_probability(call)
+    if probability is None:
+        return ctx.lost("random", node, op=call.name if call is not None else "?")
+    return replace(fact, expr=Op(node, "dropout", (fact.expr, probability, True))) if probability else fact
 
 
 def gated(expr: Expr) -> bool:

@@ -1,0 +1,210 @@
+"""Dropout inside of experts in training: drawn over the rows that experts have; eager's distribution, other numbers.
+
+What a proof compares is without draws. So these tests look at what is drawn: each element is there, times 1 / (1 - p), or is zero; masks
+differ from row to row; and outputs and gradients are of one draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from moefuse import Options
+from tests.cpu.capture_case import Seen, capturing
+
+H, E, P = 24, 4, 0.5
+
+
+class Expert(nn.Module):
+    """``where``: behind the last product, between the two, in front of the first, or in front of a gate and an up projection."""
+
+    def __init__(self, where: str, p: float = P, inplace: bool = False) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = (nn.Linear(H, H, bias=False) for _ in range(3))
+        self.drop, self.where = nn.Dropout(p, inplace=inplace), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where in ("first", "gated"):
+            x = self.drop(x)
+        h = F.silu(self.gate(x)) * self.up(x) if self.where == "gated" else F.relu(self.up(x))
+        out: Tensor = self.down(self.drop(h) if self.where == "between" else h)
+        return self.drop(out) if self.where == "last" else out
+
+
+class Layer(nn.Module):
+    def __init__(self, where: str = "last", top_k: int = 1, **how: Any) -> None:
+        super().__init__()
+        self.router, self.top_k = nn.Linear(H, E, bias=False), top_k
+        self.experts = nn.ModuleList(Expert(where, **how) for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(self.top_k, -1)
+        return self.run(x, weights, ids)
+
+    def run(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Loop(Layer):
+    def run(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+class Masked(Layer):
+    """Every expert on every token."""
+
+    def run(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            out = out + expert(x) * (weights * (ids == e)).sum(-1, keepdim=True)
+        return out
+
+
+class Sorted(Layer):
+    def run(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        order = ids.view(-1).argsort()
+        counts = ids.view(-1).bincount(minlength=E).tolist()
+        parts = x[order // self.top_k].split(counts)
+        rows = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        return torch.zeros_like(x).index_add(0, order // self.top_k, rows * weights.view(-1)[order, None])
+
+
+class Stacked(Layer):
+    """Weights of all experts in one tensor, gathered for each token."""
+
+    def run(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        up, down = (torch.stack([getattr(expert, name).weight for expert in self.experts]) for name in ("up", "down"))
+        h = F.relu(torch.einsum("tki,tkhi->tkh", x[:, None].expand(-1, self.top_k, -1), up[ids]))
+        out = F.dropout(torch.einsum("tki,tkhi->tkh", h, down[ids]), P, self.training)
+        return (out * weights[..., None]).sum(1)
+
+
+KINDS = [Loop, Masked, Sorted]
+
+
+def compiled(layer: nn.Module, options: Options | None = None) -> tuple[Callable[[Tensor], Tensor], Seen]:
+    torch._dynamo.reset()
+    seen = Seen()
+    return torch.compile(layer, backend=capturing(seen, options, behind="aot_eager")), seen
+
+
+@pytest.mark.parametrize("kind", [*KINDS, Stacked])
+def test_each_element_is_drawn(kind: type[Layer]) -> None:
+    """One expert a token: out is zero, or twice what it is without dropout."""
+    torch.manual_seed(0)
+    layer = kind().double()
+    run, seen = compiled(layer)
+    x = torch.randn(200, H, dtype=torch.float64)
+    with torch.no_grad():
+        out, again, whole = run(x), run(x), layer.eval()(x)
+    assert len(seen.report.fused) == 1, seen.report
+    kept = out != 0
+    torch.testing.assert_close(out[kept], whole[kept] / (1 - P))
+    assert abs(kept.double().mean() - (1 - P)) < 0.03  # 4800 draws: four times their deviation
+    assert not kept.equal(again != 0)
+    assert len(kept.unique(dim=0)) == len(kept)
+
+
+@pytest.mark.parametrize("where", ["first", "gated", "between", "last"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_of_the_draw(kind: type[Layer], where: str) -> None:
+    """From the same state of the generator on: a step along the gradient changes the output as it says."""
+    torch.manual_seed(1)
+    layer = kind(where, top_k=2).double()
+    run, seen = compiled(layer)
+    x, direction = torch.randn(2, 40, H, dtype=torch.float64)
+    drawn = drawn_at(run, x.requires_grad_())
+    drawn.sum().backward()
+    assert x.grad is not None
+    step = 1e-6
+    with torch.no_grad():
+        for p in (x, *layer.parameters()):
+            along = direction if p is x else torch.randn_like(p)
+            if p.grad is None:
+                continue
+            values = []
+            for sign in (1, -1):
+                p.add_(along, alpha=sign * step)
+                values.append(drawn_at(run, x).sum())
+                p.sub_(along, alpha=sign * step)
+            torch.testing.assert_close((values[0] - values[1]) / (2 * step), (p.grad * along).sum(), rtol=1e-4, atol=1e-4)
+    assert seen.report.fused
+    assert not seen.report.skipped
+
+
+def drawn_at(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    torch.manual_seed(5)
+    with torch.enable_grad():  # one graph for all
+        return run(x)
+
+
+def test_a_checkpoint_draws_the_same_again() -> None:
+    torch.manual_seed(0)
+    layer = Loop(top_k=2).double()
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.layer, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    found = []
+    for module in (layer, Around()):
+        run, seen = compiled(module)
+        x = torch.randn(30, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        out = drawn_at(run, x)
+        out.square().sum().backward()
+        found.append((out.detach(), x.grad))
+        assert seen.report.fused
+    torch.testing.assert_close(*found)
+
+
+def test_without_draws_it_is_not_there() -> None:
+    """In eval, and with p = 0, the op is the one without dropout."""
+    for layer in (Loop().eval(), Loop(p=0.0)):
+        run, seen = compiled(layer)
+        x = torch.randn(20, H)
+        torch.testing.assert_close(run(x), layer(x))
+        assert [f.spec.activation for f in seen.report.fused] == ["relu"]
+
+
+def test_the_whole_graph_is_compared_without_draws() -> None:
+    run, seen = compiled(Loop(top_k=2), Options(verify="graph"))
+    run(torch.randn(20, H))
+    assert seen.report.fused
+    assert not seen.report.skipped
+
+
+@pytest.mark.parametrize("which", ["other p", "in place", "alpha"])
+def test_what_is_left(which: str) -> None:
+    """Experts with other probabilities, writes, and what draws otherwise."""
+    layer = Masked(inplace=which == "in place")
+    if which == "other p":
+        layer.experts[1].drop.p = 0.2  # type: ignore[union-attr,assignment]
+    if which == "alpha":
+        for expert in layer.experts:
+            expert.drop = nn.AlphaDropout(P)
+    run, seen = compiled(layer)
+    run(torch.randn(20, H))
+    assert not seen.report.fused
+    assert {skipped.code for skipped in seen.report.skipped} <= {"random", "experts-differ", "no-rule"}
+    assert seen.report.skipped
+
+
+def test_eagers_stream_is_kept_where_it_is_asked_for() -> None:
+    with torch._inductor.config.patch(fallback_random=True):
+        run, seen = compiled(Loop())
+        run(torch.randn(20, H))
+    assert [skipped.code for skipped in seen.report.skipped][:1] == ["random"]
