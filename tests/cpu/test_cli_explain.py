@@ -41,7 +41,7 @@ class MoE(nn.Module):
 
 class Noisy(MoE):
     def noise(self, h):
-        return F.dropout(h, 0.5, self.training)
+        return F.alpha_dropout(h, 0.5, self.training)
 
 
 class Rows(MoE):

@@ -201,7 +201,7 @@ class Dropping(Layer):
     def __init__(self) -> None:
         super().__init__()
         for expert in self.experts:
-            expert.register_forward_hook(lambda module, _args, out: F.dropout(out, 0.5, module.training))
+            expert.register_forward_hook(lambda module, _args, out: F.alpha_dropout(out, 0.5, module.training))
 
 
 def test_another_mode_is_another_try() -> None:

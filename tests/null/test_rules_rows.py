@@ -470,7 +470,7 @@ LOST: list[tuple[str, Function, str]] = [
     ("softmax_of_slots", lambda h: h.softmax(1), "not-row-local"),
     ("sum_of_tokens", lambda h: h.sum(0), "not-row-local"),
     ("sum_of_all", lambda h: h.sum(), "not-row-local"),
-    ("dropout", lambda h: F.dropout(h, 0.5), "random"),
+    ("dropout", lambda h: F.alpha_dropout(h, 0.5, True), "random"),
     ("noise", lambda h: h * torch.rand_like(h), "random"),
     ("digamma", lambda h: torch.digamma(h), "no-rule"),
     ("flip", lambda h: h.flip(0), "no-rule"),

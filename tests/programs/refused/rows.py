@@ -38,14 +38,14 @@ class NotRowLocal(Layer):
 
 
 class Random(Layer):
-    """Dropout inside the experts, in training mode."""
+    """Dropout of another kind inside the experts, in training mode."""
 
     def forward(self, x: Tensor) -> Tensor:
         ids, weights = self.route(x)
         out = torch.zeros_like(x)
         for e in range(E):
             tok, slot = torch.where(ids == e)
-            y = F.dropout(self.expert(e, x[tok]), 0.25, training=self.training)  # at: random
+            y = F.alpha_dropout(self.expert(e, x[tok]), 0.25, training=self.training)  # at: random
             out.index_add_(0, tok, y * weights[tok, slot, None])
         return out
 

@@ -114,17 +114,21 @@ class NormInside(Loop):
 
 
 class _Dropout(Loop):
+    kind: type[nn.Module] = nn.Dropout
+
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(*mlp(), nn.Dropout(0.25)) for _ in range(E))
+        self.experts = nn.ModuleList(nn.Sequential(*mlp(), self.kind(0.25)) for _ in range(E))
 
     def expert(self, e: int, x: Tensor) -> Tensor:
         return self.experts[e](x)  # type: ignore[no-any-return]  # at: DropoutTrained
 
 
-@refused("random", "`dropout` draws random numbers inside the expert", whole=False)
+@refused("random", "`alpha_dropout` draws random numbers inside the expert", whole=False)
 class DropoutTrained(_Dropout):
-    """Dropout in each expert, in training."""
+    """Dropout of another kind in each expert, in training."""
+
+    kind = nn.AlphaDropout
 
 
 @fused("selected", train=False)
