@@ -137,10 +137,12 @@ def drop_probability(call: Call | None) -> float | None:
     What is drawn changes with the rows that experts are given: only its distribution is kept. Inductor keeps no more, unless
     ``fallback_random`` asks for eager's stream.
     """
-    if call is None or call.name != "dropout":
+    if call is None or "dropout" not in call.name:
         return None
     if not draws(call):
         return 0.0
+    if call.name != "dropout":
+        return None
     given = _of_dropout(call)
     plain = given["training"] is True and isinstance(given["p"], float) and not call.inplace and not given.get("inplace", False)
     return given["p"] if plain and not _torch_private.keeps_random_stream() else None

@@ -16,7 +16,7 @@ from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import COPIES, LOOKS_AT, SIZE_QUERIES
 from moefuse.passes.infer.held import uncast
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.expr import Cast, Linear, has_linear, walk, weight_leaves
+from moefuse.passes.ir.expr import Cast, Linear, Op, has_linear, walk, weight_leaves
 from moefuse.passes.ir.facts import (
     Buffer,
     Counts,
@@ -60,7 +60,7 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
     if bounds - {region.num_experts}:
         return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
     whole = _spanned(ctx, replace(region, expr=uncast(ctx, region.expr)))
-    checks = (transformed, _mixed, encoded, _casts, _feeds_itself, _types, _modes, _mutations, _spoiled, _escapes)
+    checks = (transformed, _mixed, encoded, _casts, _draws, _feeds_itself, _types, _modes, _mutations, _spoiled, _escapes)
     problems = (check(ctx, whole) for check in checks)
     return next((problem for problem in problems if problem is not None), whole)
 
@@ -98,6 +98,13 @@ def _casts(ctx: Context, region: Region) -> Lost | None:
         if cast is None
         else ctx.lost("no-rule", cast.node, how=f"a cast to {str(cast.dtype).removeprefix('torch.')}, which does more than round them")
     )
+
+
+def _draws(ctx: Context, region: Region) -> Lost | None:
+    """A dropout draws once: it has to be one place of the tree, whatever reads it."""
+    drops = {id(e): e.node for e in walk(region.expr) if isinstance(e, Op) and e.name == "dropout"}
+    twice = next((node for node in drops.values() if list(drops.values()).count(node) > 1), None)
+    return None if twice is None else ctx.lost("random", twice, op="dropout")
 
 
 def _spelling(ctx: Context, region: Region) -> Domain:

@@ -148,6 +148,21 @@ def drawn_at(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return run(x)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_dropout_is_one_draw(kind: type[Layer]) -> None:
+    """Gate and up projection of equal weights read the same row: ``silu(u) * u`` is nowhere negative, as it would be of two draws."""
+    torch.manual_seed(0)
+    layer = kind("gated", top_k=2).double()
+    with torch.no_grad():
+        for expert in layer.experts:
+            expert.gate.weight.copy_(expert.up.weight)  # type: ignore[union-attr,operator]
+            torch.nn.init.eye_(expert.down.weight)  # type: ignore[union-attr,arg-type]
+    run, seen = compiled(layer)
+    out = run(torch.randn(50, H, dtype=torch.float64))
+    assert seen.report.fused
+    assert out.min() >= 0
+
+
 def test_a_checkpoint_draws_the_same_again() -> None:
     torch.manual_seed(0)
     layer = Loop(top_k=2).double()

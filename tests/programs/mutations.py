@@ -290,7 +290,9 @@ def _loop_mutations() -> list[Mutation]:
         Mutation("experts in sequence", summing_loops, _sequential_experts),
         Mutation("input changed in place by every expert", loops, lambda: Hooks(source=_each(lambda x: x.add_(0.1))), grad=False),
         Mutation("output changed in place", loops, lambda: Hooks(routed=_each(lambda y: y.mul_(2.0)))),
-        Mutation("alpha dropout on expert output", loops, lambda: Hooks(routed=_each(lambda y: F.alpha_dropout(y, 0.5, True))), code="random"),
+        Mutation(
+            "alpha dropout on expert output", loops, lambda: Hooks(routed=_each(lambda y: F.alpha_dropout(y, 0.5, True))), code="random"
+        ),
         Mutation("dropout with p=0", loops, lambda: Hooks(routed=_each(lambda y: F.dropout(y, 0.0, training=True)))),
         Mutation("dropout in eval mode", loops, lambda: Hooks(routed=_each(lambda y: F.dropout(y, 0.5, training=False)))),
         Mutation("noise on expert output", loops, lambda: Hooks(routed=_each(lambda y: y + torch.randn_like(y))), code="random"),
