@@ -101,10 +101,15 @@ def _casts(ctx: Context, region: Region) -> Lost | None:
 
 
 def _draws(ctx: Context, region: Region) -> Lost | None:
-    """A dropout draws once: it has to be one place of the tree, whatever reads it."""
+    """A dropout draws once: it has to be one place of the tree, whatever reads it.
+
+    What experts without weights add is computed once for a token, of which several slots may have chosen one of them.
+    """
     drops = {id(e): e.node for e in walk(region.expr) if isinstance(e, Op) and e.name == "dropout"}
-    twice = next((node for node in drops.values() if list(drops.values()).count(node) > 1), None)
-    return None if twice is None else ctx.lost("random", twice, op="dropout")
+    found = next((node for node in drops.values() if list(drops.values()).count(node) > 1), None)
+    if found is None and region.rest is not None:
+        found = next((e.node for e in walk(region.rest.expr) if isinstance(e, Op) and e.name == "dropout"), None)
+    return None if found is None else ctx.lost("random", found, op="dropout")
 
 
 def _spelling(ctx: Context, region: Region) -> Domain:

@@ -6,96 +6,13 @@ differ from row to row; and outputs and gradients are of one draw.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from moefuse import Options
-from tests.cpu.capture_case import Seen, capturing
-
-H, E, P = 24, 4, 0.5
-
-
-class Expert(nn.Module):
-    """``where``: behind the last product, between the two, in front of the first, or in front of a gate and an up projection."""
-
-    def __init__(self, where: str, p: float = P, inplace: bool = False) -> None:
-        super().__init__()
-        self.up, self.gate, self.down = (nn.Linear(H, H, bias=False) for _ in range(3))
-        self.drop, self.where = nn.Dropout(p, inplace=inplace), where
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.where in ("first", "gated"):
-            x = self.drop(x)
-        h = F.silu(self.gate(x)) * self.up(x) if self.where == "gated" else F.relu(self.up(x))
-        out: Tensor = self.down(self.drop(h) if self.where == "between" else h)
-        return self.drop(out) if self.where == "last" else out
-
-
-class Layer(nn.Module):
-    def __init__(self, where: str = "last", top_k: int = 1, **how: Any) -> None:
-        super().__init__()
-        self.router, self.top_k = nn.Linear(H, E, bias=False), top_k
-        self.experts = nn.ModuleList(Expert(where, **how) for _ in range(E))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.router(x).softmax(-1).topk(self.top_k, -1)
-        return self.run(x, weights, ids)
-
-    def run(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class Loop(Layer):
-    def run(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == e)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
-
-
-class Masked(Layer):
-    """Every expert on every token."""
-
-    def run(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            out = out + expert(x) * (weights * (ids == e)).sum(-1, keepdim=True)
-        return out
-
-
-class Sorted(Layer):
-    def run(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        order = ids.view(-1).argsort()
-        counts = ids.view(-1).bincount(minlength=E).tolist()
-        parts = x[order // self.top_k].split(counts)
-        rows = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
-        return torch.zeros_like(x).index_add(0, order // self.top_k, rows * weights.view(-1)[order, None])
-
-
-class Stacked(Layer):
-    """Weights of all experts in one tensor, gathered for each token."""
-
-    def run(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        up, down = (torch.stack([getattr(expert, name).weight for expert in self.experts]) for name in ("up", "down"))
-        h = F.relu(torch.einsum("tki,tkhi->tkh", x[:, None].expand(-1, self.top_k, -1), up[ids]))
-        out = F.dropout(torch.einsum("tki,tkhi->tkh", h, down[ids]), P, self.training)
-        return (out * weights[..., None]).sum(1)
-
-
-KINDS = [Loop, Masked, Sorted]
-
-
-def compiled(layer: nn.Module, options: Options | None = None) -> tuple[Callable[[Tensor], Tensor], Seen]:
-    torch._dynamo.reset()
-    seen = Seen()
-    return torch.compile(layer, backend=capturing(seen, options, behind="aot_eager")), seen
+from tests.cpu.dropout_case import KINDS, E, H, Layer, Loop, Masked, P, Stacked, Weightless, compiled, drawn_at
 
 
 @pytest.mark.parametrize("kind", [*KINDS, Stacked])
@@ -113,6 +30,28 @@ def test_each_element_is_drawn(kind: type[Layer]) -> None:
     assert abs(kept.double().mean() - (1 - P)) < 0.03  # 4800 draws: four times their deviation
     assert not kept.equal(again != 0)
     assert len(kept.unique(dim=0)) == len(kept)
+
+
+@pytest.mark.parametrize("where", ["last", "first"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_of_a_token_draw_for_themselves(kind: type[Layer], where: str) -> None:
+    """Two equal experts for each token, which give it back: half of all elements are kept in one of them and not in the other."""
+    torch.manual_seed(0)
+    layer = kind(where, top_k=2).double()
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        for expert in layer.experts:
+            torch.nn.init.eye_(expert.up.weight)  # type: ignore[union-attr,arg-type]
+            torch.nn.init.eye_(expert.down.weight)  # type: ignore[union-attr,arg-type]
+    run, seen = compiled(layer)
+    x = torch.rand(200, H, dtype=torch.float64)
+    with torch.no_grad():
+        out = run(x)
+    assert seen.report.fused
+    times = out / x * E * (1 - P)
+    torch.testing.assert_close(times, times.round())
+    shares = times.round().long().flatten().bincount(minlength=3) / times.numel()
+    torch.testing.assert_close(shares, torch.tensor([0.25, 0.5, 0.25]), rtol=0, atol=0.03)
 
 
 @pytest.mark.parametrize("where", ["first", "gated", "between", "last"])
@@ -140,12 +79,6 @@ def test_gradients_are_of_the_draw(kind: type[Layer], where: str) -> None:
             torch.testing.assert_close((values[0] - values[1]) / (2 * step), (p.grad * along).sum(), rtol=1e-4, atol=1e-4)
     assert seen.report.fused
     assert not seen.report.skipped
-
-
-def drawn_at(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    torch.manual_seed(5)
-    with torch.enable_grad():  # one graph for all
-        return run(x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -216,6 +149,15 @@ def test_what_is_left(which: str) -> None:
     assert not seen.report.fused
     assert {skipped.code for skipped in seen.report.skipped} <= {"random", "experts-differ", "no-rule"}
     assert seen.report.skipped
+
+
+def test_experts_without_weights_draw_for_each_slot() -> None:
+    """What they add is computed once for a token: one that chose both of them would have one draw, where eager has two."""
+    for last, fused in ((nn.Identity, 1), (nn.Dropout, 0)):
+        run, seen = compiled(Weightless(last))
+        run(torch.randn(40, H))
+        assert len(seen.report.fused) == fused, seen.report
+        assert seen.codes == (set() if fused else {"random"})
 
 
 def test_eagers_stream_is_kept_where_it_is_asked_for() -> None:
