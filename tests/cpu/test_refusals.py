@@ -166,7 +166,7 @@ CASES: dict[str, Case] = {
     "not-row-local": Case(
         NotRowLocal, "`mean` takes the rows of an expert together, so what it gives depends on which other tokens were routed there"
     ),
-    "random": Case(Random, "`alpha_dropout` draws random numbers inside the expert"),
+    "random": Case(Random, "`randn_like` draws random numbers inside the expert"),
     "hook": Case(Hook, "a hook observes a value inside the experts"),
     "value-escapes": Case(ValueEscapes, "`y`, a value inside the experts, is also used outside them"),
     "mutation": Case(Mutation, "`h` is changed in place while the experts use it"),
@@ -396,7 +396,7 @@ def test_every_message_is_filled_in() -> None:
 
 def test_strict_raises_what_the_report_says() -> None:
     """`strict` turns a refusal into an error whose text names code, message and line."""
-    with pytest.raises(FusionError, match=r"rows\.py:\d+ +random: `alpha_dropout` draws random numbers") as caught:
+    with pytest.raises(FusionError, match=r"rows\.py:\d+ +random: `randn_like` draws random numbers") as caught:
         torch.compile(Random(), backend="moefuse", fullgraph=True, options={"strict": True})(torch.randn(T, H))
     assert line_of("random").rpartition("/")[2] in str(caught.value)
 

@@ -249,7 +249,7 @@ TWISTS: dict[str, dict[str, str]] = {
     "last_number": {"end": "out = out * (e + 1)\n{}", "before": "{}\ne = 0"},
     "same_twice": {"route": "{}\nids = ids[:, :1].expand(-1, K).contiguous()"},
     "shifted_in_place": {"route": "{}\nids[:, 1] = ids[:, 0]"},
-    "random": {"weigh": "{}\ny = F.alpha_dropout(y, 0.5, True)"},
+    "random": {"weigh": "{}\ny = F.rrelu(y, training=True)"},
     "grad_off": {"expert": "with torch.no_grad():\n    {}"},
     "weighs_by_a_step": {"route": "self.step += 1\n{}\nweights = weights / (1 + self.step)"},
     "weighs_by_a_counter": {"route": "{}\nweights = weights * (1 + self.total.sum())", "after": "self.total[0] += 1\n{}"},

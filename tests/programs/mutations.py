@@ -290,9 +290,7 @@ def _loop_mutations() -> list[Mutation]:
         Mutation("experts in sequence", summing_loops, _sequential_experts),
         Mutation("input changed in place by every expert", loops, lambda: Hooks(source=_each(lambda x: x.add_(0.1))), grad=False),
         Mutation("output changed in place", loops, lambda: Hooks(routed=_each(lambda y: y.mul_(2.0)))),
-        Mutation(
-            "alpha dropout on expert output", loops, lambda: Hooks(routed=_each(lambda y: F.alpha_dropout(y, 0.5, True))), code="random"
-        ),
+        Mutation("random slopes on expert output", loops, lambda: Hooks(routed=_each(lambda y: F.rrelu(y, training=True))), code="random"),
         Mutation("dropout with p=0", loops, lambda: Hooks(routed=_each(lambda y: F.dropout(y, 0.0, training=True)))),
         Mutation("dropout in eval mode", loops, lambda: Hooks(routed=_each(lambda y: F.dropout(y, 0.5, training=False)))),
         Mutation("noise on expert output", loops, lambda: Hooks(routed=_each(lambda y: y + torch.randn_like(y))), code="random"),
@@ -318,7 +316,7 @@ def _body_mutations() -> list[Mutation]:
         change("hidden rounded", _before_down(torch.round)),
         change("hidden features reversed", _before_down(lambda h: h.flip(-1))),
         change("hidden changed in place", _before_down(lambda h: h.mul_(0.5)), grad=False),
-        change("hidden dropped out", _before_down(lambda h: F.alpha_dropout(h, 0.3, training=True))),
+        change("hidden through random slopes", _before_down(lambda h: F.rrelu(h, training=True))),
         change("hidden scaled", _before_down(lambda h: h * 0.3)),
         change("input scaled", _before_first(lambda x: x * 0.3)),
         change("input normalised over features", _before_first(lambda x: F.layer_norm(x, x.shape[-1:]))),

@@ -113,27 +113,31 @@ class NormInside(Loop):
         return self.experts[e](x)  # type: ignore[no-any-return]
 
 
-class _Dropout(Loop):
-    kind: type[nn.Module] = nn.Dropout
+class _Random(Loop):
+    """Behind each expert a module of torch that draws random numbers in training."""
+
+    kind: type[nn.Module]
 
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList(nn.Sequential(*mlp(), self.kind(0.25)) for _ in range(E))
 
     def expert(self, e: int, x: Tensor) -> Tensor:
-        return self.experts[e](x)  # type: ignore[no-any-return]  # at: DropoutTrained
+        return self.experts[e](x)  # type: ignore[no-any-return]  # at: SlopesTrained
 
 
-@refused("random", "`alpha_dropout` draws random numbers inside the expert", whole=False)
-class DropoutTrained(_Dropout):
-    """Dropout of another kind in each expert, in training."""
+@refused("random", "`rrelu` draws random numbers inside the expert", whole=False)
+class SlopesTrained(_Random):
+    """Slopes of an activation, drawn in training. Dropout fuses there, with other numbers than eager's: ``tests/cpu/test_dropout.py``."""
 
-    kind = nn.AlphaDropout
+    kind = nn.RReLU
 
 
 @fused("selected", train=False)
-class DropoutEvaluated(_Dropout):
-    """The same in evaluation."""
+class DropoutEvaluated(_Random):
+    """Dropout in evaluation."""
+
+    kind = nn.Dropout
 
 
 class LoraLinear(nn.Module):
