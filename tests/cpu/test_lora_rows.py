@@ -220,8 +220,8 @@ def test_eager_draws_are_asked_for(by_option: bool) -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo", "no_code")
-def test_dropout_anywhere_else_is_refused() -> None:
-    """Two products behind a dropout are no adapter if nothing without it is added."""
+def test_a_dropout_in_front_of_two_products_alone() -> None:
+    """They are no adapter if nothing without the dropout is added; what they compute is fused as it is."""
 
     class Deep(Expert):
         def forward(self, x: Tensor) -> Tensor:
@@ -229,6 +229,22 @@ def test_dropout_anywhere_else_is_refused() -> None:
 
     layer = Layer()
     layer.experts = nn.ModuleList(Deep(dtype=torch.float32, of=torch.float32, rank=4, scale=2.0, dropout=0.0) for _ in range(E))
+    torch.compile(layer, backend="moefuse")(torch.randn(40, H))
+    (fused,) = moefuse.last_report().fused
+    assert (fused.tier, fused.spec.lora, fused.spec.dropout) == ("grouped", (), ())
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "no_code")
+def test_noise_in_front_of_an_adapter_is_refused() -> None:
+    """Of what draws, only a dropout is known to keep its distribution over other rows."""
+
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.randn_like(x)
+
+    layer = Layer()
+    for expert in layer.experts:
+        expert.gate.dropout = Noise()
     torch.compile(layer, backend="moefuse")(torch.randn(40, H))
     assert {s.code for s in moefuse.last_report().skipped} == {"random"}
 

@@ -289,7 +289,7 @@ def on_random(ctx: Context, node: Node, x: Any = None, *args: Any, **kwargs: Any
     fact, call = ctx.fact(x), ctx.calls[node]
     if not isinstance(fact, Rows):
         return None
-    probability = drop_probability(call)
+    probability = drop_probability(None if call is None else replace(call, args=(x, *args), kwargs=kwargs))
     if probability is None:
         return ctx.lost("random", node, op=call.name if call is not None else "?")
     return replace(fact, expr=Op(node, "dropout", (fact.expr, probability, True))) if probability else fact
