@@ -150,7 +150,7 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
         same_dtype = before is not None and before.dtype == value.dtype
         return go(first) if same_dtype else Cast(node, go(first), value.dtype)
     if (probability := drop_probability(call)) is not None and isinstance(first, Node):
-        return Op(node, "dropout", (go(first), probability, True)) if probability else go(first)
+        return _dropped(top, node, go(first), probability)
     if call.name in _POINTWISE:
         return _pointwise(node, go, call)
     if call.name in ("zeros_like", "ones_like", "full_like"):
@@ -161,6 +161,16 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
     if call.name in ("getitem", "select"):
         return piece(ctx, node, go, inside)
     return None
+
+
+def _dropped(top: Node, node: Node, child: Expr, probability: float) -> Expr | None:
+    """A dropout of rows. One of a vector is drawn for all rows of an expert together: who reads it reads it as it is drawn."""
+    value, rows = tensor(node), tensor(top)
+    if not probability:
+        return child
+    if value is None or rows is None or not same_shape(shape_of(value)[:-1], shape_of(rows)[:-1]):
+        return None
+    return Op(node, "dropout", (child, probability, True))
 
 
 def _last(call: Call, rank: int) -> bool:

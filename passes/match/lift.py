@@ -16,7 +16,7 @@ from moefuse.passes.infer.routings import shared_routing
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.anti_unify import for_all, generalise, no_rule
 from moefuse.passes.ir.axes import Axes, atoms
-from moefuse.passes.ir.expr import ExpertVector, Expr, Gate, SharedVector, SlotWeight, Token, has_linear, rebuilt, walk, weight_leaves
+from moefuse.passes.ir.expr import ExpertVector, Expr, Gate, Op, SharedVector, SlotWeight, Token, has_linear, rebuilt, walk, weight_leaves
 from moefuse.passes.ir.expr_algebra import factors, same_expr
 from moefuse.passes.ir.facts import (
     Combined,
@@ -372,9 +372,9 @@ def _anchor(ctx: Context, fact: Sum, holders: list[Node]) -> Node:
 
 
 def _needs_distinct(expr: Expr, once: bool, by_token: bool) -> bool:
-    """Whether a repeated id within a token would be treated differently from a sum over slots."""
+    """Whether a repeated id within a token would be treated differently from a sum over slots, which draws for each of them."""
     gates = [e for e in walk(expr) if isinstance(e, Gate)]
-    exact = any(g.slots for g in gates)
+    exact = any(g.slots for g in gates) and not any(isinstance(e, Op) and e.name == "dropout" for e in walk(expr))
     return once or any(not g.slots and not g.ones for g in gates) or ((by_token or bool(gates)) and not exact)
 
 

@@ -20,13 +20,14 @@ class Expert(nn.Module):
 
     def __init__(self, where: str, p: float = P, inplace: bool = False) -> None:
         super().__init__()
-        self.up, self.gate, self.down = (nn.Linear(H, H, bias=False) for _ in range(3))
+        self.up, self.down = (nn.Linear(H, H, bias=False) for _ in range(2))
+        self.gate = nn.Linear(H, H, bias=False) if where == "gated" else None
         self.drop, self.where = nn.Dropout(p, inplace=inplace), where
 
     def forward(self, x: Tensor) -> Tensor:
         if self.where in ("first", "gated"):
             x = self.drop(x)
-        h = F.silu(self.gate(x)) * self.up(x) if self.where == "gated" else F.relu(self.up(x))
+        h = F.relu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
         out: Tensor = self.down(self.drop(h) if self.where == "between" else h)
         return self.drop(out) if self.where == "last" else out
 

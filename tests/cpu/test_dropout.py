@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from moefuse import Options
@@ -158,6 +159,58 @@ def test_experts_without_weights_draw_for_each_slot() -> None:
         run(torch.randn(40, H))
         assert len(seen.report.fused) == fused, seen.report
         assert seen.codes == (set() if fused else {"random"})
+
+
+class Repeating(Masked):
+    """Ids that may be twice in a token: its expert runs, and draws, once for both."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x, x[:, :2].softmax(-1), (x[:, :2] * E).long().clamp(0, E - 1))
+
+
+def test_an_expert_twice_in_a_token_draws_once() -> None:
+    """By slot it would draw twice. Without draws both are one sum."""
+    for p, codes in ((0.0, set()), (P, {"ids-not-distinct"})):
+        run, seen = compiled(Repeating(top_k=2, p=p))
+        run(torch.randn(40, H))
+        assert (len(seen.report.fused), seen.codes) == (1 - len(codes), codes), seen.report
+
+
+class Vectors(Layer):
+    """Drops out numbers that all rows of an expert have in common: its own, one for all experts, or a single one."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.which, self.shared = which, nn.Parameter(torch.ones(H))
+        self.own = nn.ParameterList(torch.ones(H) for _ in range(E))
+
+    def scale(self, e: int) -> Tensor:
+        return {"own": self.own[e], "shared": self.shared, "single": self.shared.sum()}[self.which]
+
+    def run(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            y = expert.down(F.relu(expert.up(x))) * F.dropout(self.scale(e), P)  # type: ignore[operator,union-attr]
+            out = out + y * (weights * (ids == e)).sum(-1, keepdim=True)
+        return out
+
+
+@pytest.mark.parametrize("which", ["own", "shared", "single"])
+def test_what_rows_have_in_common_is_drawn_once_for_an_expert(which: str) -> None:
+    """Not for each row, and not for all experts together."""
+    torch.manual_seed(0)
+    layer = Vectors(which)
+    run, seen = compiled(layer)
+    x, patterns = torch.randn(60, H), set()
+    with torch.no_grad():
+        ids = layer.router(x).argmax(-1)
+        for _ in range(8):
+            kept = run(x) != 0
+            rows = [kept[ids == e].unique(dim=0) for e in range(E)]
+            assert [len(of_expert) for of_expert in rows] == [1] * E
+            patterns.add(len(torch.cat(rows).unique(dim=0)))
+    assert patterns == {E} if which != "single" else 2 in patterns
+    assert seen.report.fused
 
 
 def test_eagers_stream_is_kept_where_it_is_asked_for() -> None:
