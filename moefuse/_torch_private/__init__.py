@@ -32,6 +32,7 @@ from moefuse._torch_private.compilation import (
     compiled_code_is_stored as compiled_code_is_stored,
     compiler_of_call as compiler_of_call,
     compiles_callees as compiles_callees,
+    composites_in_python as composites_in_python,
     count as count,
     frame_id as frame_id,
     given_fakes as given_fakes,

@@ -53,6 +53,16 @@ def sizes_of_the_run(mode: Any) -> Iterator[None]:
         yield
 
 
+def composites_in_python() -> contextlib.AbstractContextManager[None]:
+    """Operations run on fakes in this block are taken apart by torch's Python, as where Dynamo traces them.
+
+    Its C++ would ask whether a dropout has elements at all, and so for sizes that only the run knows.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return enable_python_dispatcher()
+
+
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """What is computed here is nobody's: the caller's saved-tensor hooks do not see it, and autocast keeps no copy of it.

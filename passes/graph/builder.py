@@ -39,7 +39,7 @@ class Emitter:
         if self.mode is not None:
             values = torch.fx.node.map_arg((args, kwargs), fake)
             sized = _torch_private.sizes_of_the_run(self.mode) if function in SIZED_BY_THE_RUN else contextlib.nullcontext()
-            with self.mode, sized:
+            with self.mode, _torch_private.composites_in_python(), sized:
                 node.meta["example_value"] = function(*values[0], **values[1])
         return node
 

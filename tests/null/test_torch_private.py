@@ -67,6 +67,7 @@ POINTS = {
         "_dispatch_has_kernel_for_dispatch_key",
         "_DisablePythonDispatcher",
     ],
+    "torch._dispatch.python": ["enable_python_dispatcher"],
     "torch._subclasses.functional_tensor": ["FunctionalTensor", "FunctionalTensorMode"],
     "torch._logging._internal": ["trace_structured"],
     "torch.utils._filelock": ["FileLock"],
