@@ -247,10 +247,16 @@ class Lowering(Operands):
                 return self.emit(torch.Tensor.to, self.rows(expr.child), expr.dtype)
             case Op(name="add", args=(Linear() as product, ExpertVector() as vector), kwargs=()) if self._has_bias(product, vector):
                 return self.multiplied(self._input(product), offsets, product.weight, self.vectors(vector.vector))
+            case Op(name="dropout", args=(child, probability, True)):
+                return self.dropped(self.rows(child), float(probability))
             case Op():
                 options = {k: self.rows(v) for k, v in expr.kwargs}
                 return self.emit(function_of(expr.name, options), *(self.rows(a) for a in expr.args), **options)
         raise TypeError(f"cannot lower {type(expr).__name__}")
+
+    def dropped(self, rows: Node, probability: float) -> Node:
+        """Sorted rows, each element of which is dropped or kept."""
+        return self.emit(torch.dropout, rows, probability, True)
 
     def _input(self, product: Linear) -> Node:
         """What a product is of, in the dtype that it computes in."""

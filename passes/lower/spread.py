@@ -228,6 +228,11 @@ class Spread(Lowering):
         self.spare = int(self.where.held == 0)  # grouped products are of one expert at least
         return super().grouped()
 
+    def dropped(self, rows: Node, probability: float) -> Node:
+        """Drawn for slots in the order in which all ranks have them: ranks that draw alike would drop the same of different rows."""
+        ones = self.emit(torch.ones_like, rows)
+        return self.emit(torch.mul, rows, self.emit(torch.index_select, super().dropped(ones, probability), 0, self.order()[0]))
+
     def send(self, tokens: list[tuple[Token, torch.dtype | None]], weights: list[Expr | None]) -> None:
         """Dispatch all that the experts read of a token, in one op."""
         rows: dict[Hashable, Node] = {}
