@@ -89,7 +89,7 @@ def test_one_dropout_is_one_draw(kind: type[Layer]) -> None:
     layer = kind("gated", top_k=2).double()
     with torch.no_grad():
         for expert in layer.experts:
-            expert.gate.weight.copy_(expert.up.weight)  # type: ignore[union-attr,operator]
+            expert.gate.weight.copy_(expert.up.weight)  # type: ignore[union-attr,operator,arg-type]
             torch.nn.init.eye_(expert.down.weight)  # type: ignore[union-attr,arg-type]
     run, seen = compiled(layer)
     out = run(torch.randn(50, H, dtype=torch.float64))
@@ -141,7 +141,7 @@ def test_what_is_left(which: str) -> None:
     """Experts with other probabilities, writes, and what draws otherwise."""
     layer = Masked(inplace=which == "in place")
     if which == "other p":
-        layer.experts[1].drop.p = 0.2  # type: ignore[union-attr,assignment]
+        layer.experts[1].drop.p = 0.2  # type: ignore[union-attr]
     if which == "alpha":
         for expert in layer.experts:
             expert.drop = nn.AlphaDropout(P)
@@ -185,12 +185,13 @@ class Vectors(Layer):
         self.own = nn.ParameterList(torch.ones(H) for _ in range(E))
 
     def scale(self, e: int) -> Tensor:
-        return {"own": self.own[e], "shared": self.shared, "single": self.shared.sum()}[self.which]
+        scales: dict[str, Tensor] = {"own": self.own[e], "shared": self.shared, "single": self.shared.sum()}
+        return scales[self.which]
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         for e, expert in enumerate(self.experts):
-            y = expert.down(F.relu(expert.up(x))) * F.dropout(self.scale(e), P)  # type: ignore[operator,union-attr]
+            y = expert.down(F.relu(expert.up(x))) * F.dropout(self.scale(e), P)  # type: ignore[operator]
             out = out + y * (weights * (ids == e)).sum(-1, keepdim=True)
         return out
 

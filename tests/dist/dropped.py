@@ -111,8 +111,8 @@ def _gradients(
     equal._loss(mine[1]).backward()
     total: Any = sum(equal._loss(w) for w in theirs[1][:ranks])
     (total / ranks).backward(inputs=[theirs[0], *single.parameters()])
-    found = equal._gradients(model, single, 1 / ranks, case.same)
-    return {**found, "x": equal._apart(mine[0].grad / ranks, theirs[0].grad)}  # type: ignore[operator]
+    grad: Any = mine[0].grad
+    return {**equal._gradients(model, single, 1 / ranks, case.same), "x": equal._apart(grad / ranks, theirs[0].grad)}
 
 
 def step(rank: int, case: Case) -> tuple[float, int]:
