@@ -111,15 +111,14 @@ def _travel(x: Tensor, wire: Wire, beside: Beside, to: Tensor | None) -> None:
         if to is not None:
             symm.push_beside(x, to, wire.at, wire.come)
             return
-        for r, into in enumerate(wire.rows):
-            if r != rank:
-                copy(_block(into, rank, most)[: x.shape[0]], x)
-                copy(wire.came[r][rank : rank + 1], wire.one)
+        for r in _others(wire):
+            copy(_block(wire.rows[r], rank, most)[: x.shape[0]], x)
+            copy(wire.came[r][rank : rank + 1], wire.one)
 
 
 def _in_parts(plan: Plan, call: ExpertsCall, every: ExpertsCall, wire: Wire, beside: Beside) -> Tensor:
     """The sums of own tokens, and those of others where they belong."""
-    most, rank, others = wire.come.most, wire.come.rank, [r for r in range(wire.come.size) if r != wire.come.rank]
+    most, rank = wire.come.most, wire.come.rank
     own = call.x.new_empty((call.x.shape[0], call.w_out.features), dtype=call.out_dtype)
 
     def part(first: int, stop: int) -> Part:
@@ -130,7 +129,7 @@ def _in_parts(plan: Plan, call: ExpertsCall, every: ExpertsCall, wire: Wire, bes
         every,
         Part(slice(rank * most, rank * most + call.x.shape[0]), call.x, own),
         [part(0, rank * most), part((rank + 1) * most, every.x.shape[0])],
-        [Part(slice(r * most, (r + 1) * most), every.x, _block(wire.sums[r], rank, most)) for r in others],
+        [Part(slice(r * most, (r + 1) * most), every.x, _block(wire.sums[r], rank, most)) for r in _others(wire)],
         beside,
         arrived=lambda: symm.wait_for_all(wire.at, wire.come),
         back=lambda: symm.passed(wire.at, wire.back),
@@ -148,12 +147,16 @@ def _in_order(call: ExpertsCall, every: ExpertsCall, wire: Wire, beside: Beside)
         rows = call.x if r == rank else _block(every.x, r, most)
         copy(_block(x, r, most)[: rows.shape[0]], rows)
     y = kernels.experts(every._replace(x=x))
-    for r in range(wire.come.size):
-        if r != rank:
-            copy(_block(wire.sums[r], rank, most), _block(y, r, most))
+    for r in _others(wire):
+        copy(_block(wire.sums[r], rank, most), _block(y, r, most))
     symm.passed(wire.at, wire.back)
     beside.meet()
     return _block(y, rank, most)
+
+
+def _others(wire: Wire) -> list[int]:
+    """All other ranks, the next one first: no two begin with the same."""
+    return [(wire.come.rank + i) % wire.come.size for i in range(1, wire.come.size)]
 
 
 def _block(rows: Tensor, rank: int, most: int) -> Tensor:
