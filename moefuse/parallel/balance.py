@@ -10,6 +10,7 @@ that takes longest and others, which moves few of them (EPLB, DeepSeek 2025, pac
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -87,12 +88,18 @@ def balanced(placement: Placement, work: Sequence[Work], enough: float = ENOUGH)
 def _best(
     held: Sequence[Sequence[int]], every: Sequence[float], work: Sequence[Work], busiest: int, others: Sequence[int]
 ) -> tuple[int, int, int] | None:
-    """(slot of the busiest rank, another rank, its slot): the swap after which the two take the least; None where each takes longer."""
+    """(slot of the busiest rank, another rank, its slot): the swap after which the two take the least; None where each takes longer.
+
+    That is the one whose experts differ by what is nearest to half of the difference of the ranks.
+    """
     found, least = None, every[busiest] * (1 - 1e-9)
-    for mine, expert in enumerate(held[busiest]):
-        for other in others:
-            for its, instead in enumerate(held[other]):
-                less = work[expert] - work[instead]
+    for other in others:
+        order = sorted(range(len(held[other])), key=lambda its: work[held[other][its]])
+        known, half = [work[held[other][its]] for its in order], (every[busiest] - every[other]) / 2
+        for mine, expert in enumerate(held[busiest]):
+            at = bisect.bisect(known, work[expert] - half)
+            for its in order[max(at - 1, 0) : at + 1]:
+                less = work[expert] - work[held[other][its]]
                 takes = max(every[busiest] - less, every[other] + less)
                 if takes < least:
                     found, least = (mine, other, its), takes
