@@ -45,9 +45,9 @@ def _tokens(rank: int, same: bool, seed: int = 0) -> Tensor:
 
 
 def load_of(plan: Any, hot: int) -> dict[str, list[int]]:
-    """Counts by which two experts, which should not be on one rank, have more to do than all others."""
-    counts = [1000] * E
-    counts[hot] = counts[(hot + 1 + hot % 2) % E] = 6000
+    """Counts of which two experts, which should not be on one rank, have the most; no two are equal, so that others move with them."""
+    counts = [100 * (1 + e) for e in range(E)]
+    counts[hot], counts[(hot + 1) % E] = 4000, 3000
     return {layer.name: counts for layer in plan.layers}
 
 
