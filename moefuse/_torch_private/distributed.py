@@ -51,19 +51,20 @@ def symmetric_memory(size: int, device: torch.device) -> torch.Tensor:
 
 def symmetric_peers(memory: torch.Tensor, group: Any) -> list[int]:
     """Let the ranks of a group write each other's ``memory``, and its addresses [P]; a collective call, and not for CUDA graphs."""
-    from torch.distributed import _symmetric_memory
-
-    with _without_multicast():
-        handle = _symmetric_memory.rendezvous(memory, group)
-    return [int(p) for p in handle.buffer_ptrs]
+    return [int(p) for p in _rendezvous(memory, group).buffer_ptrs]
 
 
 def symmetric_views(memory: torch.Tensor, group: Any) -> list[torch.Tensor]:
     """What :func:`symmetric_peers` let be written: each rank's memory [bytes] uint8, as tensors of this rank's device."""
+    handle = _rendezvous(memory, group)
+    return [handle.get_buffer(rank, (memory.numel(),), torch.uint8) for rank in range(handle.world_size)]
+
+
+def _rendezvous(memory: torch.Tensor, group: Any) -> Any:
     from torch.distributed import _symmetric_memory
 
-    handle = _symmetric_memory.rendezvous(memory, group)
-    return [handle.get_buffer(rank, (memory.numel(),), torch.uint8) for rank in range(handle.world_size)]
+    with _without_multicast():
+        return _symmetric_memory.rendezvous(memory, group)
 
 
 @contextlib.contextmanager

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moefuse.kernels.triton.host.plan import Plan
+from moefuse.kernels.triton.host.plan import Plan, launch_all
 from moefuse.kernels.triton.host.plan_tiles import sent_sum
 from moefuse.kernels.triton.launch.beside import Beside
 from moefuse.kernels.triton.launch.launch import Launch
-from moefuse.kernels.triton.launch.record import as_launch
 from moefuse.ops.meaning.call import ExpertsCall
 
 
@@ -56,12 +55,12 @@ def run(
     call = plan.uniform(call)
     tensors = plan.tensors(call, {"out": call.x})
     first, last = (plan.steps.index(plan.by_token[name]) for name in ("spread", "sum"))
-    _all(plan.steps[:first], tensors)
+    launch_all(plan.steps[:first], tensors)
     _some(plan, plan.by_token["spread"], tensors, own)
     arrived()
     for part in come:
         _some(plan, plan.by_token["spread"], tensors, part)
-    _all(plan.steps[first + 1 : last], tensors)
+    launch_all(plan.steps[first + 1 : last], tensors)
     beside.fork()
     with beside:
         for part in leave:
@@ -69,11 +68,6 @@ def run(
         back()
     _some(plan, plan.by_token["sum"], tensors, own)
     beside.meet()
-
-
-def _all(steps: Sequence[Launch], tensors: Mapping[str, Tensor]) -> None:
-    for step in steps:
-        as_launch(step, [tensors[name] for name in step.names])
 
 
 def _some(plan: Plan, it: Launch, tensors: Mapping[str, Tensor], part: Part) -> None:
@@ -88,4 +82,4 @@ def _launch(plan: Plan, it: Launch, tensors: Mapping[str, Tensor], part: Part) -
     given = {**tensors, "x": part.x, "out": part.x if part.out is None else part.out}
     given |= {name: tensors[name][start:stop] for name in ("ids", "weights")}
     given["position"] = tensors["position"][start * k : stop * k]
-    as_launch(it, [given[name] for name in it.names])
+    launch_all([it], given)

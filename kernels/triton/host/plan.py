@@ -22,6 +22,12 @@ from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.tuning.problem import Config
 
 
+def launch_all(steps: Sequence[Launch], tensors: Mapping[str, Tensor]) -> None:
+    """Steps in order, with the tensor behind each name."""
+    for step in steps:
+        as_launch(step, [tensors[name] for name in step.names])
+
+
 class Plan(Planned):
     """All calls with the same shapes, strides, dtypes, alignments and options."""
 
@@ -60,8 +66,7 @@ class Plan(Planned):
     def start(self, call: ExpertsCall, steps: Sequence[Launch], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Launch some steps with what :meth:`tensors` gives."""
         tensors = self.tensors(call, more)
-        for step in steps:
-            as_launch(step, [tensors[name] for name in step.names])
+        launch_all(steps, tensors)
         return tensors
 
     def tensors(self, call: ExpertsCall, more: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -110,9 +110,7 @@ class _Writer:
             self.names += names
         elif step.do == TURN:
             numbers += (TURN, *step.what)
-        elif step.do == COPY:
-            numbers += (COPY, *[self._slot(place) for place in step.reads], *step.what)
-        elif step.do == ZERO:
-            numbers += (ZERO, self._slot(step.reads[0]), *step.what)
+        elif step.do in (COPY, ZERO):
+            numbers += (step.do, *[self._slot(place) for place in step.reads], *step.what)
         else:
             numbers += (step.do, *step.made, *(place.slot for place in step.reads), *step.what)
