@@ -49,7 +49,7 @@ def run(
         come: the tokens whose rows are there behind ``arrived``.
         leave: the tokens whose sums are others'; nothing is written for those without an expert.
         arrived: launched in front of ``come``.
-        back: launched on the second stream behind the sums that leave.
+        back: launched behind the sums that leave.
         programs: of the kernel that sends sums, about.
     """
     call = plan.uniform(call)
@@ -61,12 +61,13 @@ def run(
     for part in come:
         _some(plan, plan.by_token["spread"], tensors, part)
     launch_all(plan.steps[first + 1 : last], tensors)
+    # What leaves is launched first, and where the products were: a second stream would begin some microseconds later.
     beside.fork()
+    for part in leave:
+        _launch(plan, sent_sum(plan, part.tokens.stop - part.tokens.start, programs), tensors, part)
+    back()
     with beside:
-        for part in leave:
-            _launch(plan, sent_sum(plan, part.tokens.stop - part.tokens.start, programs), tensors, part)
-        back()
-    _some(plan, plan.by_token["sum"], tensors, own)
+        _some(plan, plan.by_token["sum"], tensors, own)
     beside.meet()
 
 
