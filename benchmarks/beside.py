@@ -1,11 +1,13 @@
 """Transfers of a spread layer beside what needs none of them, against the same in order: one layer on two or more GPUs of one host.
 
     torchrun --nproc-per-node 2 benchmarks/beside.py --out benchmarks/results/beside-h200x2.json
+    torchrun --nproc-per-node 2 benchmarks/beside.py --train --out benchmarks/results/beside-train-h200x2.json
 
 128 experts, 8 a token, H = 2048, in bfloat16; I = 768 is Qwen3-30B-A3B's layer, and I = 128 has on two GPUs the ratio of wire to work that
 seven have with I = 768. ``work``: the experts of a rank for as many rows, with nothing that travels. ``exposed``: what transfers take
 beside ``work``, of what they take in order. Outputs are compared bit for bit before anything is timed. Microseconds are the slowest
-rank's: in CUDA graphs, all in turns, and launched from records.
+rank's: in CUDA graphs, all in turns, and launched from records, under Inductor. ``--train``:
+forward, and gradients of tokens, routing weights and weights.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ NEVER = 1 << 40
 class Layer:
     """A rank's experts and tokens."""
 
-    def __init__(self, inter: int, tokens: int, mesh: str, rank: int, world: int, device: torch.device) -> None:
+    def __init__(self, inter: int, tokens: int, mesh: str, rank: int, world: int, device: torch.device, train: bool = False) -> None:
         source = torch.Generator(device).manual_seed(rank)
         self.slots, self.rank, self.world = E // world, rank, world
         self.w_in = torch.randn(self.slots, 2 * inter, H, device=device, dtype=torch.bfloat16, generator=source) * 0.02
@@ -51,41 +53,50 @@ class Layer:
         self.weights = torch.rand(tokens, K, device=device, generator=source).bfloat16()
         self.how: dict[str, Any] = {"place": torch.arange(E, dtype=torch.int32, device=device), "slots": self.slots}
         self.how["terms"] = Terms(mesh, "symm", "distinct", tokens).text
+        self.train, self.grad = train, torch.randn(tokens, H, device=device, dtype=torch.bfloat16, generator=source)
+        for t in (self.x, self.weights, self.w_in, self.w_out) if train else ():
+            t.requires_grad_()
+        self.op: Callable[..., Tensor] = torch.compile(torch.ops.moefuse.ep_experts.default, dynamic=False)
 
-    def from_bytes(self, least: int) -> Callable[[], Tensor]:
+    def run(self, op: Any, x: Tensor, ids: Tensor, weights: Tensor, grad: Tensor, **how: Any) -> tuple[Tensor, ...]:
+        """What a step makes."""
+        out = op(x, ids, weights, [self.w_in], [], [self.w_out], [], [], [], **how)
+        if not self.train:
+            return (out,)
+        return (out.detach(), *torch.autograd.grad(out, [x, weights, self.w_in, self.w_out], grad))
+
+    def from_bytes(self, least: int) -> Callable[[], tuple[Tensor, ...]]:
         """Transfers are beside from so many bytes on."""
-        op = torch.ops.moefuse.ep_experts.default
 
-        def call() -> Tensor:
+        def call() -> tuple[Tensor, ...]:
             if least != beside.LEAST:
                 providers.forget_records()
             beside.LEAST = least
-            lists: list[list[Tensor]] = [[self.w_in], [], [self.w_out], [], [], []]
-            return op(self.x, self.ids, self.weights, *lists, **self.how, layer="a layer")  # type: ignore[no-any-return]
+            return self.run(self.op, self.x, self.ids, self.weights, self.grad, **self.how, layer="a layer")
 
         return call
 
-    def work(self) -> Callable[[], Tensor]:
+    def work(self) -> Callable[[], tuple[Tensor, ...]]:
         """As many rows as all ranks send."""
-        x, weights = self.x.repeat(self.world, 1), self.weights.repeat(self.world, 1)
+        x, weights, grad = (t.detach().repeat(self.world, 1).requires_grad_(self.train) for t in (self.x, self.weights, self.grad))
         local = self.ids.repeat(self.world, 1) - self.rank * self.slots
         local = torch.where((local >= 0) & (local < self.slots), local, -1).int()
-        return lambda: torch.ops.moefuse.experts.default(x, local, weights, [self.w_in], [], [self.w_out], [], [], [])  # type: ignore[no-any-return]
+        return lambda: self.run(torch.ops.moefuse.experts.default, x, local, weights, grad.detach())
 
 
-def checked(layer: Layer, calls: dict[str, Callable[[], Tensor]]) -> None:
-    """Both ways give the same for other tokens in each of 20 calls."""
+def checked(layer: Layer, calls: dict[str, Callable[[], tuple[Tensor, ...]]]) -> None:
+    """All ways give the same for other tokens in each of several calls."""
     found = {}
     for name, call in calls.items():
-        source, outs = torch.Generator(layer.x.device).manual_seed(layer.rank), []
-        for _ in range(20):
-            layer.x.copy_(torch.randn(layer.x.shape, device=layer.x.device, generator=source))
-            outs.append(call())
+        source, outs = torch.Generator(layer.x.device).manual_seed(layer.rank), list[Tensor]()
+        for _ in range(4 if layer.train else 20):
+            with torch.no_grad():
+                layer.x.copy_(torch.randn(layer.x.shape, device=layer.x.device, generator=source))
+            outs += call()
         found[name] = outs
     assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
 
 
-@torch.no_grad()
 def measured(layer: Layer, rounds: int) -> dict[str, Any]:
     ways = {"beside": layer.from_bytes(1), "in order": layer.from_bytes(NEVER)}
     checked(layer, ways)
@@ -100,6 +111,7 @@ def measured(layer: Layer, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--train", action="store_true")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -108,11 +120,15 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for inter, tokens in POINTS:
         torch.cuda.empty_cache()
-        results.append({"I": inter, "T": tokens, **measured(Layer(inter, tokens, mesh, rank, world, device), args.rounds)})
+        with torch.set_grad_enabled(args.train):
+            layer = Layer(inter, tokens, mesh, rank, world, device, args.train)
+            results.append({"I": inter, "T": tokens, **measured(layer, args.rounds)})
         us = {name: round(t["median"], 1) for name, t in results[-1]["us"].items()}
         say(inter, tokens, us, f"exposed {results[-1]['exposed']:.2f}")
     if args.out and dist.get_rank() == 0:
-        info = head("us per call, the slowest rank's", "torchrun --nproc-per-node 2 benchmarks/beside.py", args.commit)
+        info = head(
+            "us per call, the slowest rank's", f"torchrun --nproc-per-node 2 benchmarks/beside.py{' --train' * args.train}", args.commit
+        )
         args.out.write_text(by_line(info, "results", results))
     leave()
 

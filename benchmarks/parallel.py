@@ -9,7 +9,9 @@ backward and fused AdamW of a few layers; ``fsdp``: FSDP2 shards everything and 
 rest, on the same mesh, experts by ``moefuse.parallelize``; memory per rank, the share of a step in which no kernel runs (``idle``), and
 that in which none runs but those that communicate (``no_work``). ``model``: 16 layers of Qwen3-30B-A3B, prefill and decode by
 transformers' ``generate`` with a static cache, each rank with a batch of its own. ``hf all_to_all``: transformers' own expert parallelism,
-which waits for the host, on its grouped products, eager and under Inductor. Figures are the slowest rank's.
+which waits for the host, on its grouped products, eager and under Inductor; transformers before 5.20 has none, and a line says so.
+``+ inductor``: layers under Inductor, without moefuse. All ways to train have to agree in losses and in gradients of experts. Figures are
+the slowest rank's.
 """
 
 from __future__ import annotations
@@ -88,7 +90,8 @@ def layers(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> 
                     lines = where(calls[f"{name}, launched"], args.profile)
                     say(f"{name} {tokens}\n{lines}")
         with told("hf all_to_all"):
-            theirs = transformers_own(whole, mesh, device)
+            theirs = copy.deepcopy(whole)
+            transformers_own(theirs, mesh, device)
             out = theirs(x)
             out = out[0] if isinstance(out, tuple) else out
             assert ((out - wanted).float().norm() / wanted.float().norm()).item() < 0.02
@@ -109,21 +112,26 @@ def layers(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> 
     return results
 
 
-def transformers_own(whole: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """The block with this rank's experts and transformers' all-to-all around them (from 5.20 on)."""
+def transformers_own(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> set[nn.Parameter]:
+    """Leave this rank's experts, which are returned, and put transformers' all-to-all (from 5.20 on) around them."""
     from transformers.distributed.expert_parallel import AllToAllEP
 
-    made = copy.deepcopy(whole)
-    experts: Any = made.experts
-    count, rank, world = experts.num_experts, mesh.get_local_rank(), mesh.size()
-    for name, parameter in list(experts.named_parameters()):
-        setattr(experts, name, nn.Parameter(parameter.detach().chunk(world)[rank].clone(), requires_grad=False))
-    experts.num_experts, experts._is_expert_parallel = count // world, True
-    experts.config._experts_implementation = "grouped_mm"
+    world, found = mesh.size(), set()
     alone = init_device_mesh(device.type, (world, 1), mesh_dim_names=("all", "one"))["one"]
-    exchange = AllToAllEP(experts, mesh, alone)
-    experts.forward = lambda x, ids, weights: exchange(x, ids, weights).to(x.dtype)
-    return made
+
+    def spread(experts: Any) -> None:
+        for name, parameter in list(experts.named_parameters()):
+            setattr(experts, name, nn.Parameter(parameter.detach().chunk(world)[mesh.get_local_rank()].clone()))
+        experts.num_experts, experts._is_expert_parallel = experts.num_experts // world, True
+        experts.config._experts_implementation = "grouped_mm"
+        exchange = AllToAllEP(experts, mesh, alone)
+        experts.forward = lambda x, ids, weights: exchange(x, ids, weights).to(x.dtype)
+        found.update(experts.parameters())
+
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "experts":
+            spread(module)
+    return found
 
 
 @torch.no_grad()
@@ -209,27 +217,36 @@ class Decoder(nn.Module):
 
 def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> list[dict[str, Any]]:
     """A training step; states of experts and the peak of memory."""
-    results, times = [], {}
-    for name in ("fsdp", *(f"fsdp+ep, {way}" for way in args.transports)):
+    results, times, agreed = [], {}, None
+    ours, theirs = (f"fsdp+ep, {way}" for way in args.transports), "fsdp+hf all_to_all"
+    for name in ("fsdp", "fsdp + inductor", *ours, theirs, f"{theirs} + inductor"):
         with told(name):
             torch._dynamo.reset()
             gc.collect()
             model = Decoder(args.tiny, args.layers, device)
             experts: set[nn.Parameter] = set()
-            if name != "fsdp":
+            if name.startswith("fsdp+ep"):
                 moefuse.parallelize(model, mesh, max_tokens="equal", transport=name.rpartition(" ")[2])
                 experts = {p for p in model.parameters() if isinstance(p, DTensor)}
+            elif name.startswith(theirs):
+                experts = transformers_own(model, mesh, device)
+                for parameter in experts:  # a sum over the tokens of all ranks, where FSDP takes the mean
+                    parameter.register_post_accumulate_grad_hook(_mean)
             for layer in model.model.layers:
                 fully_shard(layer, mesh=mesh, ignored_params=experts & set(layer.parameters()))
             fully_shard(model, mesh=mesh, ignored_params=experts)
-            for layer in model.model.layers:
-                layer.compile(backend="moefuse")
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+            backend = "inductor" if name.endswith("inductor") else "eager" if name == theirs else "moefuse"
+            if backend != "eager":
+                for layer in model.model.layers:
+                    layer.compile(backend=backend)
+            # fused AdamW takes no plain Parameters beside DTensors
+            groups = [{"params": [p for p in model.parameters() if isinstance(p, DTensor) == kind]} for kind in (True, False)]
+            optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-4, fused=device.type == "cuda")
             ids = torch.randint(0, 1024, (1, args.sequence), generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
             losses = []
 
             def step(model: nn.Module = model, optimizer: Any = optimizer, ids: Tensor = ids, losses: list[Tensor] = losses) -> None:
-                loss = model(ids).float().square().mean()
+                loss = model(ids).float().sub(1).square().mean()  # not to zero: of what a norm gives, that is 1 for any weights
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -237,6 +254,9 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
 
             for _ in range(3):
                 step()
+            seen = trained(model, optimizer, losses)
+            agreed = seen if agreed is None else agreed
+            assert torch.allclose(seen, agreed, rtol=2e-2, atol=0), f"{seen.tolist()}, and {agreed.tolist()} with FSDP2 alone"
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             step()
@@ -249,7 +269,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
                 lines = where(step, args.profile)
                 say(f"{lines}\n{table}")
             first = [round(loss.item(), 5) for loss in losses[:3]]
-            report = moefuse.last_report()
+            report = moefuse.last_report() if backend == "moefuse" else None
             results.append(
                 {
                     "what": "train",
@@ -265,12 +285,26 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
                     "idle": idle,
                     "no_work": no_work,
                     "losses": first,
+                    "gradients": seen[-1].item(),
                     "fused": 0 if report is None else len(report.fused),
                 }
             )
             say(results[-1])
             del model, optimizer, step
     return results
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[Tensor]) -> Tensor:
+    """What all ways should agree in, on all ranks alike: mean losses, and the norm of all experts' mean gradients (as Adam has them)."""
+    moments = [_local(optimizer.state[p]["exp_avg"]) for name, p in model.named_parameters() if "experts" in name]
+    found = torch.stack([*losses, sum((m.float().square().sum() for m in moments), losses[0].new_zeros(()))])
+    dist.all_reduce(found)
+    return torch.cat([found[:-1] / dist.get_world_size(), found[-1:].sqrt()])
+
+
+def _mean(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.div_(dist.get_world_size())
 
 
 def states_gib(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:

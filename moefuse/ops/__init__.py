@@ -16,6 +16,7 @@ from moefuse.ops import (
     router,
     shared as _shared,  # noqa: F401  (defines its ops)
     slices as _slices,  # noqa: F401  (defines its ops)
+    spread as _spread,  # noqa: F401  (defines its ops)
     unpacked as _unpacked,  # noqa: F401  (defines its op)
     whole as _whole,  # noqa: F401  (defines its ops)
 )

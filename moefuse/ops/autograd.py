@@ -87,9 +87,8 @@ def gradients(grad: Tensor, saved: Sequence[Tensor], counts: list[int], code: tu
     x, weights, h, order, offsets, *flat = saved
     body = Body.decode(*code)
     call = GradCall(grad, x, weights, h, order, offsets, *stacks(cut(flat, counts)), Needs.of(flags, body.on_input), body)
-    computed = (
-        _in_parts(call) if grad.device.type in IN_PARTS and not _whole((grad, *saved)) else ops.experts_backward.default(*call.pack())
-    )
+    parts = grad.device.type in IN_PARTS and not _whole((grad, *saved))
+    computed = in_parts(call, Here()) if parts else ops.experts_backward.default(*call.pack())
     d_x, d_weights, *d_flat = grads_for(flags, (1, 1, *counts), computed)
     return d_x, None, d_weights, *d_flat
 
@@ -103,35 +102,46 @@ IN_PARTS = ("cuda",)
 """Devices where backward is three ops, so that a compiled program frees what the next does not read. Elsewhere one op goes by chunks."""
 
 
-def _in_parts(call: GradCall) -> list[Tensor]:
+class Here:
+    """Where rows are those of the tokens that a call was given; elsewhere they come and go (``moefuse/ops/spread.py``)."""
+
+    def rows(self, call: RowsCall) -> tuple[Tensor, Iterator[Tensor]]:
+        """The gradient of the output as the third part takes it, and what the first part makes."""
+        return call.grad, _run(ops.experts_backward_rows, call)
+
+    def lists(self, call: InCall, rows: list[Tensor]) -> tuple[list[Tensor], Iterator[Tensor]]:
+        """The gradients of tokens where they belong, and what the second part makes for lists."""
+        return rows, _run(ops.experts_backward_in, call) if call.need.h else iter(())
+
+
+def _run(op: Any, of: RowsCall | InCall | OutCall) -> Iterator[Tensor]:
+    return iter(op.default(*of.pack()))
+
+
+def in_parts(call: GradCall, way: Here) -> list[Tensor]:
     """The parts of ``moefuse/runtime/backward.py``; the largest gradients are made last, when all else is as small as it gets.
 
     Nothing waits for those of w_in, and they have a call of their own: a compiler may make them when the memory of earlier layers is free.
     """
     grad, x, weights, h, order, offsets, w_in, w_up, w_out, need, body, _ = call
-
-    def run(op: Any, of: RowsCall | InCall | OutCall) -> Iterator[Tensor]:
-        return iter(op.default(*of.pack()))
-
     none: list[Tensor] = []
-    d_x, rows, d_in, d_out = none, iter(none), iter(none), iter(none)
+    d_x, rows, d_out = none, iter(none), iter(none)
     if need.rows:
-        rows = run(ops.experts_backward_rows, RowsCall(grad, weights, h, order, offsets, w_out, need, body))
+        grad, rows = way.rows(RowsCall(grad, weights, h, order, offsets, w_out, need, body))
     d_h, a, d_weights = ([next(rows)] if wanted else [] for wanted in (need.h, need.w_out, need.products))
 
-    def second(wanted: Needs) -> Iterator[Tensor]:
-        return run(ops.experts_backward_in, InCall(x, weights, d_h[0], order, offsets, w_in, w_up, wanted, body))
+    def second(wanted: Needs) -> InCall:
+        return InCall(x, weights, d_h[0] if d_h else h, order, offsets, w_in, w_up, wanted, body)
 
     if need.tokens:
-        found = second(need.of_tokens)
+        found = _run(ops.experts_backward_in, second(need.of_tokens))
         d_x = [next(found)] if need.x else []
         d_weights = [next(found)] if need.weights and need.on_input else d_weights
-    if need.of_lists.h:
-        d_in = second(need.of_lists)
+    back, d_in = way.lists(second(need.of_lists), [*d_x, *d_weights])
     if need.out:
-        d_out = run(ops.experts_backward_out, OutCall(grad, weights, order, offsets, a[0] if a else None, w_out, need, body))
+        d_out = _run(ops.experts_backward_out, OutCall(grad, weights, order, offsets, a[0] if a else None, w_out, need, body))
     taken = zip((d_in, d_in, d_out) * 2, lists_of(w_in, w_up, w_out), need.flags[2:], strict=True)
-    return [*d_x, *d_weights, *(next(source) for source, tensors, wanted in taken if wanted for _ in tensors)]
+    return [*back, *(next(source) for source, tensors, wanted in taken if wanted for _ in tensors)]
 
 
 def experts_by(function: Any, first: Sequence[Any], *data: Any, **options: Any) -> Tensor:

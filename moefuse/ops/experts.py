@@ -80,6 +80,13 @@ def infer(call: ExpertsCall) -> Tensor:
     return providers.run("experts", call)  # type: ignore[no-any-return]
 
 
+def forward(call: ExpertsCall) -> Kept:
+    """What a differentiated call computes and keeps, as a part of another op; as :func:`infer`."""
+    if call.device.type == "cpu":
+        return torch.ops.moefuse.experts_forward.default(*call.pack())  # type: ignore[no-any-return]
+    return providers.run("experts_forward", call)  # type: ignore[no-any-return]
+
+
 def _infer_fake(*packed: Any) -> Tensor:
     return result(ExpertsCall.unpack(*packed))
 
@@ -89,7 +96,11 @@ def _forward(*packed: Any) -> Kept:
 
 
 def _forward_fake(*packed: Any) -> Kept:
-    call = ExpertsCall.unpack(*packed)
+    return forward_fake(ExpertsCall.unpack(*packed))
+
+
+def forward_fake(call: ExpertsCall) -> Kept:
+    """Tensors as :func:`forward` returns them."""
     experts, width, hidden = check_experts(call)
     x, slots = call.x, call.x.shape[0] * call.top_k
     order, offsets = (x.new_empty((n,), dtype=torch.int64) for n in (slots, experts + 1))
@@ -113,14 +124,16 @@ def _backward_fake(*packed: Any) -> list[Tensor]:
     return _dense((call.x, need.x), (call.weights, need.weights)) + weights + biases
 
 
-def _rows_fake(*packed: Any) -> list[Tensor]:
+def rows_fake(*packed: Any) -> list[Tensor]:
+    """Tensors as the first part of backward returns them."""
     call = RowsCall.unpack(*packed)
     need, h, weights = call.need, call.h, call.weights
     made = ((h.shape, need.h, h), ((h.shape[0], call.w_out.inputs), need.w_out, h), (weights.shape, need.products, weights))
     return [like.new_empty(shape) for shape, wanted, like in made if wanted]
 
 
-def _in_fake(*packed: Any) -> list[Tensor]:
+def in_fake(*packed: Any) -> list[Tensor]:
+    """Tensors as the second part returns them."""
     call = InCall.unpack(*packed)
     need, a, b = call.need, call.w_in, call.w_up
     lists = _like((a.weight, need.w_in), (b.weight, need.w_up), (a.bias, need.b_in), (b.bias, need.b_up))
@@ -154,8 +167,8 @@ for _name, _general, _general_fake, _unit, _entry, _rules in (
     _kernel = _or_native(_name, _unit, _general)
     implement(_name, kernel=_kernel, fake=_general_fake, autograd=_entry, composite=_rules, general=_general)
 for _name, _kind, _general_fake in (
-    ("experts_backward_rows", RowsCall, _rows_fake),
-    ("experts_backward_in", InCall, _in_fake),
+    ("experts_backward_rows", RowsCall, rows_fake),
+    ("experts_backward_in", InCall, in_fake),
     ("experts_backward_out", OutCall, _out_fake),
 ):
     implement(_name, kernel=_grads(_name, _kind), fake=_general_fake, autograd=autograd.part(_name, "experts"))

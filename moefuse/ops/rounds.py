@@ -1,9 +1,10 @@
-"""``moefuse::ep_experts``: experts on several ranks as one op, where nothing is differentiated.
+"""``moefuse::ep_experts``: experts on several ranks as one op.
 
     out [T, N] = ep_experts(x [T, H], ids [T, K], weights [T, K], local weights, .., place, slots, terms, layer, limit)
 
-is ``ep_combine(experts(ep_dispatch(..)))``; a call that is differentiated is these three ops. It runs as ``ep_experts_infer``, all of which
-is one record of launches where rows travel through memory that ranks share (``kernels/triton/launch/record.py``).
+is ``ep_combine(experts(ep_dispatch(..)))``. Where it is differentiated it runs as the ops of ``moefuse/ops/spread.py``, else as
+``ep_experts_infer``, all of which is one record of launches where rows travel through memory that ranks share
+(``kernels/triton/launch/record.py``).
 
 With a ``limit`` tokens travel in rounds. P ranks with at most M tokens each would have P * M rows arrive at once: every rank goes
 ceil(M / C) rounds instead, whatever it has, of C tokens each, and behind its last one of padding. C is counted from ``limit`` in bytes,
@@ -26,6 +27,7 @@ from moefuse.ops.meaning.checks import check_experts
 from moefuse.ops.meaning.composite import flatten
 from moefuse.ops.parallel import local_ids, refusing
 from moefuse.ops.schema import implement
+from moefuse.ops.spread import differentiated
 from moefuse.runtime import transports
 from moefuse.runtime.groups import Terms
 from moefuse.runtime.peers import peers
@@ -84,32 +86,44 @@ def _infer_fake(*given: Any) -> Tensor:
 
 
 def _kernel(
-    *data: Any, terms: str, layer: str, limit: int | None = None, place: Tensor | None = None, slots: int = 0, **options: Any
+    *data: Any,
+    terms: str,
+    layer: str,
+    limit: int | None = None,
+    recompute: bool = False,
+    place: Tensor | None = None,
+    slots: int = 0,
+    **options: Any,
 ) -> Tensor:
     packed = ExpertsCall.of(*data, **options).pack()
     return _as_raised(*packed, place, slots, terms, layer, limit)  # type: ignore[no-any-return]
 
 
 _as_raised = failures.as_raised(ops.ep_experts_infer.default)
+_OWN = ("terms", "layer", "limit", "recompute", "place", "slots")
 
 
-def _fake(
-    *data: Any, terms: str, layer: str, limit: int | None = None, place: Tensor | None = None, slots: int = 0, **options: Any
-) -> Tensor:
-    return result(ExpertsCall.of(*data, **options))
+def _fake(*data: Any, **options: Any) -> Tensor:
+    return result(ExpertsCall.of(*data, **{name: options[name] for name in options if name not in _OWN}))
 
 
 def ep_experts(
-    *data: Any, terms: str, layer: str, limit: int | None = None, place: Tensor | None = None, slots: int = 0, **options: Any
+    *data: Any,
+    terms: str,
+    layer: str,
+    limit: int | None = None,
+    recompute: bool = False,
+    place: Tensor | None = None,
+    slots: int = 0,
+    **options: Any,
 ) -> Tensor:
     """Autograd entry of ``moefuse::ep_experts``: x [T, H] to [T, N]."""
     if not wants_grad(flatten(data)):
         with below_autograd():
             return _kernel(*data, terms=terms, layer=layer, limit=limit, place=place, slots=slots, **options)
-    x, ids, weights, *lists = data
-    rows, scores, local, *handle = ops.ep_dispatch.default([x, weights], ids, place, slots, terms, layer, flatten(lists))
-    y = ops.experts.default(rows, local, scores, *lists, **options)
-    return ops.ep_combine.default(y, handle, x.shape[0], terms, layer)  # type: ignore[no-any-return]
+    call = ExpertsCall.of(*data, **options)
+    check_experts(call)
+    return differentiated(call, (place, slots, terms, layer), recompute)
 
 
 for _name in ("ep_experts", "ep_experts_infer"):

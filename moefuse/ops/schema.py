@@ -75,8 +75,11 @@ SCHEMAS: tuple[str, ...] = (
     "room(Tensor ids) -> Tensor",
     "keep_rows(Tensor h, Tensor offsets, Tensor? room, str terms, str layer) -> Tensor",
     "restore_rows(Tensor kept, Tensor order) -> Tensor",
-    f"ep_experts({_EXPERTS_ARGS}, Tensor? place=None, int slots=0, str terms, str layer, int? limit=None) -> Tensor",
+    f"ep_experts({_EXPERTS_ARGS}, Tensor? place=None, int slots=0, str terms, str layer, int? limit=None, bool recompute=False) -> Tensor",
     f"ep_experts_infer({_PACKED}, Tensor? place, int slots, str terms, str layer, int? limit) -> Tensor",
+    f"ep_experts_forward({_PACKED}, Tensor? place, int slots, str terms, str layer) -> Tensor[]",
+    f"ep_backward_rows({_PACKED_BACKWARD}, Tensor[] handle, SymInt arrivals, str terms, str layer) -> Tensor[]",
+    f"ep_backward_in({_PACKED_BACKWARD}, Tensor[] rows, Tensor[] handle, SymInt tokens, str terms, str layer) -> Tensor[]",
     "ep_send(Tensor[] rows, Tensor[] handle, SymInt arrivals, float scale, str terms, str layer) -> Tensor[]",
     "ep_give_back(Tensor[] rows, Tensor[] handle, SymInt tokens, float scale, str terms, str layer) -> Tensor[]",
     "combine_backward(Tensor grad, Tensor ys, Tensor? weights, Tensor order, Tensor offsets, SymInt top_k, bool[] needs) -> Tensor[]",
@@ -85,8 +88,10 @@ SCHEMAS: tuple[str, ...] = (
 ON_CPU = ("experts_infer", "experts_forward", "experts_backward")
 """Ops that have a kernel in C++ on the CPU (moefuse/runtime/native.py)."""
 TRAVELS = ("ep_dispatch", "ep_combine", "ep_send", "ep_give_back")
+SPREAD = ("ep_experts_forward", "ep_backward_rows", "ep_backward_in")
+"""What ``ep_experts`` is where it is differentiated (moefuse/ops/spread.py)."""
 COMPILED = (
-    *TRAVELS,
+    *TRAVELS, *SPREAD,
     "experts_forward", "experts_hidden", "experts_backward_rows", "experts_backward_in", "experts_backward_out", "experts_extended_forward",
     "experts_extended_hidden", "experts_extended_backward", "permute", "grouped_linear", "grouped_linear_backward", "grouped_linear_coded",
     "grouped_linear_coded_backward", "expert_rows", "expert_rows_backward", "combine", "combine_backward",

@@ -14,8 +14,8 @@ from moefuse.passes.graph.calls import fake
 
 _PROVENANCE = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
-SIZED_BY_THE_RUN = (torch.ops.moefuse.ep_dispatch.default, torch.ops.moefuse.room.default)
-"""The ops with sizes that only the run knows: how many tokens other ranks have, and how many of them come here."""
+SIZED_BY_THE_RUN = (torch.ops.moefuse.ep_dispatch.default, torch.ops.moefuse.ep_experts.default, torch.ops.moefuse.room.default)
+"""The ops with sizes that only the run knows, or of what they keep for backward: how many tokens other ranks have, and how many come."""
 
 
 class Emitter:

@@ -9,8 +9,9 @@ from torch.fx import GraphModule, Node
 
 from moefuse.passes.graph.calls import location, tensor
 
-_PLAIN, _EXTENDED = torch.ops.moefuse.experts.default, torch.ops.moefuse.experts_extended.default
-"""The ops of a whole layer; layers of several ranks have ``bound=``."""
+_PLAIN = torch.ops.moefuse.experts.default
+_ASKED = (torch.ops.moefuse.experts_extended.default, torch.ops.moefuse.ep_experts.default)
+"""The ops of a whole layer; others of several ranks have ``bound=``."""
 
 
 def recompute(gm: GraphModule) -> None:
@@ -20,14 +21,15 @@ def recompute(gm: GraphModule) -> None:
             continue
         for node in module.graph.find_nodes(op="call_function", target=_PLAIN):
             node.target = torch.ops.moefuse.recomputed_experts.default
-        for node in module.graph.find_nodes(op="call_function", target=_EXTENDED):
-            node.kwargs = {**node.kwargs, "recompute": True}
+        for target in _ASKED:
+            for node in module.graph.find_nodes(op="call_function", target=target):
+                node.kwargs = {**node.kwargs, "recompute": True}
         module.recompile()
 
 
 def still_kept(anchor: Node, new_nodes: Sequence[Node], tier: str, grad: bool) -> list[str]:
     """A note where the hidden activations of a differentiated layer are kept all the same. ``new_nodes``: what stands in its place."""
-    if any(node.target in (_PLAIN, _EXTENDED) for node in new_nodes) or not (grad and any(map(_differentiated, new_nodes))):
+    if any(node.target in (_PLAIN, *_ASKED) for node in new_nodes) or not (grad and any(map(_differentiated, new_nodes))):
         return []
     if tier == "fused":
         why = "experts on several ranks keep as many rows as `moefuse.parallelize(..., bound=)` says"

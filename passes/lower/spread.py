@@ -7,7 +7,6 @@ as the weights are views of the sharded ones, expert by expert, which is read fr
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from moefuse.spec import Tier
 _ROUNDS = ("allgather",)
 """Transports by which P times the tokens of a rank arrive, and that may travel in parts."""
 _AS_ONE = (*_ROUNDS, "symm")
-"""Transports whose dispatch, experts and combine are one op where nothing is differentiated."""
+"""Transports whose dispatch, experts and combine are one op."""
 
 
 def keeps_less(text: str) -> bool:
@@ -161,8 +160,9 @@ class Spread(Lowering):
     def __init__(self, region: Region, emit: Emitter, where: Sharding, grad: bool, limit: int | None) -> None:
         super().__init__(region, emit)
         self.where = where
-        self.as_one = not grad and where.travels_by(*_AS_ONE)
-        self.limit = limit if self.as_one and where.travels_by(*_ROUNDS) else None
+        self.grad = grad
+        self.as_one = where.travels_by(*_AS_ONE) and not (grad and keeps_less(where.hops[0].terms))
+        self.limit = limit if self.as_one and not grad and where.travels_by(*_ROUNDS) else None
         self.layer = module_path(region.anchor) or "the experts"
         self.arrived: dict[Hashable, Node] = {}
         self.way_back: list[tuple[list[Node], Node, str]] = []
@@ -176,7 +176,7 @@ class Spread(Lowering):
         return ", in rounds" if tier == "fused" and self.as_one else ", all tokens at once"
 
     def by_slot(self, region: Region, top_k: int) -> Lowering:
-        return SpreadBySlot(region, self.emit, self.where, top_k, not self.as_one, self.limit)
+        return SpreadBySlot(region, self.emit, self.where, top_k, self.grad, self.limit)
 
     def either(self) -> Lowered:
         lowered = super().either()
@@ -198,9 +198,7 @@ class Spread(Lowering):
             self.units[projection.weight] = (sorted(order).index(order[side]), 1 if side else groups)
             if projection.bias is not None and not side:
                 self.units[projection.bias] = (-1, groups)
-        # The graph around may have gradients, with which that op would be several.
-        with torch.no_grad() if self.as_one else contextlib.nullcontext():
-            return super().fused(body)
+        return super().fused(body)
 
     def op(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         """One op that has tokens travel, or that of the experts alone."""

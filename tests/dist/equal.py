@@ -54,6 +54,11 @@ class Found:
     def worst(self) -> float:
         return max([self.out, *self.grads.values()])
 
+    @property
+    def traveled(self) -> int:
+        """How many layers' tokens do, over so many ways."""
+        return self.ops.get("moefuse.ep_combine.default", 0) + self.ops.get("moefuse.ep_experts.default", 0)
+
 
 def run(rank: int, case: Case) -> Found:
     """Compare on one rank."""

@@ -158,7 +158,8 @@ def trained(rank: int, case: Case) -> Found:
                 optimizer.zero_grad()
     experts = plan.parameters
     moments: list[Any] = [optimizers[0].state[p]["exp_avg"] for p in experts]
-    dispatches = sum(str(n.target) == "moefuse.ep_dispatch.default" for gm in seen.graphs for n in gm.graph.nodes)
+    ways = ("moefuse.ep_dispatch.default", "moefuse.ep_experts.default")
+    dispatches = sum(str(n.target) in ways for gm in seen.graphs for n in gm.graph.nodes)
     texts = [str(w.message) for w in said if "moefuse" in str(w.message)]
     return Found(outs, grads, norms, torchs, len(seen.report.fused), dispatches, sum(m.to_local().numel() for m in moments), texts)
 

@@ -85,13 +85,12 @@ def graphs(world: int, rank: int, train: bool, **how: Any) -> tuple[list[str], l
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("name", ["allgather", "several hosts"])
 def test_graphs_of_all_ranks_are_equal(monkeypatch: pytest.MonkeyPatch, name: str, train: bool) -> None:
-    """As text: one compiled by a rank is good for any other. What communicates is dispatch and combine of each layer, in order."""
+    """As text: one compiled by a rank is good for any other. What communicates is each layer's op, or dispatch and combine, in order."""
     how, local, _ = WAYS[name]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local or "0")
     (three, calls), (five, _) = graphs(64, 3, train, **how), graphs(64, 5, train, **how)
     assert len(three) == 1
     assert three == five
-    as_one = name == "allgather" and not train
-    wanted = ["ep_experts.default"] if as_one else ["ep_dispatch.default", "ep_combine.default"]
+    wanted = ["ep_experts.default"] if name == "allgather" else ["ep_dispatch.default", "ep_combine.default"]
     assert [c for c in calls[0] if c.startswith("ep_")] == wanted * 2
     assert not [c for c in calls[0] if "gather" in c]

@@ -55,8 +55,8 @@ def test_one_op(two: Workers, name: str) -> None:
 def test_all_at_once(two: Workers, kind: type[nn.Module], case: Case) -> None:
     for found in two.run(rounds.limited, case):
         assert found.worst <= 2e-6, found
-        assert "moefuse.ep_experts.default" not in found.ops
-        assert found.ops["moefuse.ep_combine.default"] == 2
+        assert ("moefuse.ep_experts.default" in found.ops) == case.train
+        assert found.traveled == 2
         assert all(fused.parallel.endswith(", all tokens at once") == (kind is layers.Grouped) for fused in found.report.fused)
 
 

@@ -22,7 +22,7 @@ TENSORS = {
     "scale": "fp32",
 }
 SIZES = {"FX": 2048, "FW": 8, "BX": 2048, "BW": 8, "BK": 8, "WORLD": 8, "F": 2048, "B": 2048}
-FLAGS = {"TABLE": True, "WEIGHTS": True, "SCALED": True, "WAITS": True, "BP": 8, "APART": True}
+FLAGS = {"TABLE": True, "WEIGHTS": True, "SCALED": True, "WAITS": True, "BP": 8, "APART": True, "EACH": 8}
 
 
 @pytest.mark.parametrize("arch", [a for a in SHARED if a != 89])
@@ -30,7 +30,7 @@ FLAGS = {"TABLE": True, "WEIGHTS": True, "SCALED": True, "WAITS": True, "BP": 8,
     "name",
     [
         "local_ids", "sum_ranks", "push_tokens", "take_tokens", "push_rows", "take_rows", "push_back", "take_sums", "barrier",
-        "barrier_of_its_own", "push_beside", "tell", "wait_for_all",
+        "barrier_of_its_own", "push_beside", "tell", "wait_for",
     ],
 )  # fmt: skip
 def test_compiles(name: str, arch: int | str, tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_compiles(name: str, arch: int | str, tmp_path: Path) -> None:
     if arch == 90 and name in ("barrier", "barrier_of_its_own"):
         for needed in ("atom.global.sys.release.exch", "ld.volatile.global", "globaltimer", "trap", "atom.global.sys.acquire.add"):
             assert needed in compiled.asm["ptx"], compiled.asm["ptx"]
-    elif arch == 90 and name in ("tell", "wait_for_all"):
+    elif arch == 90 and name in ("tell", "wait_for"):
         assert f"atom.global.sys.{'release' if name == 'tell' else 'acquire'}.exch" in compiled.asm["ptx"]
     elif arch == 90 and name != "local_ids":
         assert "ld.global.v4" in compiled.asm["ptx"] or "ld.global.v2.b64" in compiled.asm["ptx"], "rows are read in small pieces"

@@ -89,14 +89,14 @@ def ranks(plans_in_parts: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
         at.turn[1] = at.turn[0]
         at.turn[0] += 1
 
-    def wait_for_all(at: Any, how: Any) -> None:
+    def wait_for(at: Any, how: Any, rank: int, piece: int) -> None:
         here[0].meet()
-        others = [r for r in range(how.size) if r != how.rank]
-        assert at.flags[3, others].tolist() == [1] * len(others), "rows are read that nobody has sent"
-        at.flags[3] = 0
+        place = rank * symm.PIECES + piece
+        assert at.flags[3, place] == 1, "rows are read that nobody has sent"
+        at.flags[3, place] = 0
 
     monkeypatch.setattr(symm, "met", met)
-    monkeypatch.setattr(symm, "wait_for_all", wait_for_all)
+    monkeypatch.setattr(symm, "wait_for", wait_for)
     monkeypatch.setattr(symm, "passed", passed)
 
     def make(world: int) -> Ranks:
@@ -161,3 +161,93 @@ def test_equal_to_one_process(counts: list[int], experts: int, on_input: bool, c
             assert found["beside"][rank][n].shape == wanted.shape
             torch.testing.assert_close(found["beside"][rank][n], wanted, rtol=2e-2, atol=2e-2)
             assert torch.equal(found["the first in order"][rank][n], found["beside"][rank][n]), (rank, n)
+
+
+class Trained(Layer):
+    """The op as it is differentiated, on memory that the ranks share."""
+
+    def __init__(self, *how: Any, bias: bool = False, trained: bool = True) -> None:
+        super().__init__(*how)
+        self.biases = [torch.randn(len(self.w_out), H, generator=torch.Generator().manual_seed(5)).to(self.w_out.dtype)] if bias else []
+        self.trained = trained
+
+    def step(self, rank: int, own: slice, op: Callable[..., Tensor]) -> list[Tensor]:
+        """The output, and the gradients of tokens, routing weights, and weights of experts."""
+        lists = [t.clone().requires_grad_(self.trained) for t in (self.w_in[own], self.w_out[own], *(b[own] for b in self.biases))]
+        x, w = (t.clone().requires_grad_() for t in (self.x[rank], self.w[rank]))
+        out = op(x, self.ids[rank], w, lists[:1], [], lists[1:2], [], [], lists[2:], weight_on_input=self.on_input)
+        source = torch.Generator().manual_seed(40 + rank)
+        pulled = torch.autograd.grad(out, [x, w, *(lists if self.trained else [])], torch.randn(out.shape, generator=source).to(out.dtype))
+        return [out.detach(), *pulled]
+
+    def spread_step(self, rank: int, terms: str, recompute: bool) -> list[Tensor]:
+        def op(*data: Any, **options: Any) -> Tensor:
+            how = {"place": self.place, "slots": self.slots, "terms": terms, "layer": "a layer", "recompute": recompute}
+            found: Tensor = torch.ops.moefuse.ep_experts.default(*data, **how, **options)
+            return found
+
+        return self.step(rank, slice(rank * self.slots, (rank + 1) * self.slots), op)
+
+    def wanted_steps(self) -> list[list[Tensor]]:
+        """Of each rank, by all experts at once: those of experts are the mean of what all ranks' tokens give, which is their sum here."""
+        double = [t.double() for t in (self.w_in, self.w_out, *self.biases)]
+        saved, self.w_in, self.w_out, self.biases = (self.w_in, self.w_out, self.biases), double[0], double[1], double[2:]
+        own, self.x, self.w = (self.x, self.w), [x.double() for x in self.x], [w.double() for w in self.w]
+        try:
+            found = [
+                self.step(rank, slice(None), lambda *data, **how: ExpertsCall.of(*data, **how).reference()) for rank in range(self.world)
+            ]
+        finally:
+            (self.w_in, self.w_out, self.biases), (self.x, self.w) = saved, own
+        summed = [sum(parts) / self.world for parts in zip(*(f[3:] for f in found), strict=True)]
+        return [
+            [*f[:3], *(t[rank * self.slots : (rank + 1) * self.slots] for t in summed)] for rank, f in enumerate(found)
+        ]  # fmt: skip
+
+
+TRAINED = {
+    "by copy engines": ([6, 2], 4, False, 0.0, {}),
+    "by kernels": ([6, 2], 4, False, 2.0, {}),
+    "three ranks, one without tokens": ([5, 0, 4], 5, False, 0.0, {}),
+    "weights on the input: gradients come in order": ([6, 2], 3, True, 0.0, {}),
+    "biases: gradients come in order": ([3, 4], 4, False, 0.0, {"bias": True}),
+    "nothing of the experts is trained: gradients go back in order": ([3, 4], 4, False, 0.0, {"trained": False}),
+    "hidden activations computed again": ([3, 4], 4, False, 0.0, {}),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training(name: str, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers on the same memory: values and gradients of one process, and those of transfers in order bit for bit."""
+    from moefuse.kernels.triton.provide import spread, training
+    from moefuse.ops import autograd
+    from moefuse.runtime import groups, providers
+    from moefuse.runtime.groups import Terms
+    from moefuse.runtime.transports import beside
+
+    counts, experts, on_input, copied, how = TRAINED[name]
+    monkeypatch.setattr(spread, "COPIED", copied)
+    monkeypatch.setattr(autograd, "IN_PARTS", ("cpu",))
+    for op in ("experts_forward", "experts_hidden", "experts_backward_rows", "experts_backward_in", "experts_backward_out"):
+        monkeypatch.setitem(providers.PROVIDERS, op, [providers.Provider("interpreted", lambda *_: None, getattr(training, op))])
+    monkeypatch.setattr("moefuse.ops.experts.forward", training.experts_forward)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    layers = [Trained(counts, experts, torch.float16, seed, on_input, **how) for seed in range(2)]
+    world = len(counts)
+    made = [groups.register(f"trained {rank}", tuple(range(world)), rank, object(), None) for rank in range(world)]
+    texts = [Terms(group.name, "symm", most=max(counts)).text for group in made]
+    found: dict[bool, list[Any]] = {}
+    for ahead in (True, False)[: 1 + name.startswith("by ")]:
+        threads, held = ranks(world), {use: memories(world) for use in ("", "beside")}
+        monkeypatch.setattr(beside, "LEAST", 1 if ahead else 1 << 40)
+        monkeypatch.setattr(runtime, "buffers", lambda group, device, needed, use="", held=held: held[use][group.rank])
+        found[ahead] = threads.run(lambda rank: [layer.spread_step(rank, texts[rank], "again" in name) for layer in layers])
+    for group in made:
+        del groups._groups[group.name]
+    wanted = [layer.wanted_steps() for layer in layers]
+    for rank in range(world):
+        for n in range(2):
+            for mine, true in zip(found[True][rank][n], wanted[n][rank], strict=True):
+                torch.testing.assert_close(mine.double(), true, rtol=1e-2, atol=1e-2)
+            for other in found.values():
+                assert all(torch.equal(a, b) for a, b in zip(found[True][rank][n], other[rank][n], strict=True)), (rank, n)

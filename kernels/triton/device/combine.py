@@ -27,13 +27,16 @@ def slot_row(
 def combine_slots(
     y, ids, weights, position, out, top_k, E, N, at_ids, at_weights,
     SCALE: tl.constexpr, SORTED: tl.constexpr, EVEN_N: tl.constexpr, BN: tl.constexpr, KNOWN: tl.constexpr, PDL: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):  # fmt: skip
     """out [T, N] = sum over k of weights[t, k] * y[t*K + k], slot 0 first; y [S, N] in slot order. Rows of invalid ids are not read.
 
-    SORTED: row position[slot] of y belongs to a slot. SCALE: the routing weight goes on the output. KNOWN: K, or 0 for a loop.
+    SORTED: row position[slot] of y belongs to a slot. SCALE: the routing weight goes on the output. KNOWN: K, or 0 for a loop. BESIDE: the
+    previous kernel made nothing that is read here, and let this one start. One program waits for its end, so that whatever comes next is
+    behind both; all of them would keep others from beginning.
     """
-    after_previous(PDL)
-    let_next_start(PDL)
+    after_previous(PDL and not BESIDE)
+    let_next_start(PDL and not BESIDE)
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros([BN], tl.float32)
@@ -44,6 +47,9 @@ def combine_slots(
         for k in range(top_k):
             total += slot_row(y, ids, weights, position, t, k, n, top_k, E, N, at_ids, at_weights, SCALE, SORTED, EVEN_N)
     tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)  # [BN]
+    if BESIDE:  # noqa: SIM102 (one is of the compiler, one of the device)
+        if tl.program_id(0) + tl.program_id(1) == 0:
+            after_previous(PDL)
 
 
 @triton.jit(do_not_specialize=["T"])

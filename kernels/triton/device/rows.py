@@ -33,11 +33,21 @@ def list_tiles(offsets, tiles, num_tiles, max_tiles, E, BE: tl.constexpr, BM: tl
     write_tiles(tiles, max_tiles, e, first_tile, tl.sum(tl.where(bins == e, begin, 0)), tl.sum(tl.where(bins == e, rows, 0)), BM)
 
 
+@triton.jit(do_not_specialize=["N", "scale"])
+def scaled(values, out, N, scale, B: tl.constexpr):
+    """out [N] = values times ``scale``, in float32."""
+    n = tl.program_id(0) * B + tl.arange(0, B)
+    v = tl.load(values + n, mask=n < N, other=0.0).to(tl.float32) * scale  # [B]
+    tl.store(out + n, v.to(out.dtype.element_ty), mask=n < N)
+
+
 @triton.jit(do_not_specialize=["S"])
-def gather_rows(x, order, out, S, top_k, N, at_x, BR: tl.constexpr, BN: tl.constexpr):
-    """out [S, N]: the token of each row, of dead ones too."""
+def gather_rows(x, order, offsets, out, S, E, top_k, N, at_x, LIVE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
+    """out [S, N]: the token of each row; LIVE: dead ones are not written."""
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
+    if LIVE:
+        S = tl.load(offsets + E)  # []
     token = tl.load(order + row, mask=row < S, other=0) // top_k  # [BR]
     mask = (row < S)[:, None] & (n < N)[None, :]
     v = tl.load(x + token[:, None] * at_x.row + n.to(tl.int64)[None, :] * at_x.col, mask=mask, other=0.0)  # [BR, BN]

@@ -48,29 +48,27 @@ def barrier(bases, turn, flags, M, rank, at_flags, patience, WORLD: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["rank"])
-def tell(bases, rank, at_came, WORLD: tl.constexpr, BW: tl.constexpr):
-    """One program, behind what was sent beside: 1 in every other rank's place for this one."""
+def tell(bases, rank, at_came, EACH: tl.constexpr, WORLD: tl.constexpr, BW: tl.constexpr):
+    """One program, behind what was sent beside: 1 in every other rank's place for this one, the first of EACH."""
     r = tl.arange(0, BW)
     other = (r < WORLD) & (r != rank)
     theirs = (tl.load(bases + r, mask=other, other=0) + at_came).to(tl.pointer_type(tl.int32))  # [BW]
-    tl.atomic_xchg(theirs + rank, tl.zeros([BW], tl.int32) + 1, mask=other, sem="release", scope="sys")
+    tl.atomic_xchg(theirs + rank * EACH, tl.zeros([BW], tl.int32) + 1, mask=other, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["rank"])
-def wait_for_all(came, rank, patience, WORLD: tl.constexpr, BW: tl.constexpr, TIMED: tl.constexpr):
-    """One program: what all other ranks send beside has come, of which they told ``came`` [64]. It is 0 again before they hear of anything
-    later that this rank does."""
-    r = tl.arange(0, BW)
-    other = (r < WORLD) & (r != rank)
-    seen = tl.load(came + r, mask=other, other=1, volatile=True)  # [BW]
+@triton.jit
+def wait_for(came, patience, TIMED: tl.constexpr):
+    """One program: what another rank sends beside has come, of which it told ``came`` [1]. It is 0 again before that rank hears of anything
+    later that this one does."""
+    seen = tl.load(came, volatile=True)  # []
     if TIMED:
         begin = tl.extra.cuda.globaltimer()
-    while tl.min(seen, 0) == 0:
-        seen = tl.load(came + r, mask=other, other=1, volatile=True)  # [BW]
+    while seen == 0:
+        seen = tl.load(came, volatile=True)  # []
         if TIMED:  # noqa: SIM102 (one is of the compiler, one of the device)
             if tl.extra.cuda.globaltimer() - begin > patience:
                 _trap()
-    tl.atomic_xchg(came + r, tl.zeros([BW], tl.int32), mask=other, sem="acquire", scope="sys")
+    tl.atomic_xchg(came, 0, sem="acquire", scope="sys")
 
 
 @triton.jit(do_not_specialize=["M", "rank"])

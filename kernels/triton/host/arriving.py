@@ -7,14 +7,13 @@ whole call: results are the same bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from moefuse.kernels.triton.host.plan import Plan, launch_all
-from moefuse.kernels.triton.host.plan_tiles import sent_sum
-from moefuse.kernels.triton.launch.beside import Beside
+from moefuse.kernels.triton.host.plan_tiles import sent_sum, sum_beside
 from moefuse.kernels.triton.launch.launch import Launch
 from moefuse.ops.meaning.call import ExpertsCall
 
@@ -39,16 +38,14 @@ def takes(plan: Plan) -> bool:
 
 
 def run(
-    plan: Plan, call: ExpertsCall, own: Part, come: Sequence[Part], leave: Sequence[Part], beside: Beside,
-    arrived: Callable[[], None], back: Callable[[], None], programs: int,
+    plan: Plan, call: ExpertsCall, own: Part, come: Iterable[Part], leave: Sequence[Part], back: Callable[[], None], programs: int,
 ) -> None:  # fmt: skip
     """Sums of ``own`` and of ``leave``.
 
     Args:
         call: of all tokens; its x is not read.
-        come: the tokens whose rows are there behind ``arrived``.
+        come: the tokens of others, each part as its rows have come.
         leave: the tokens whose sums are others'; nothing is written for those without an expert.
-        arrived: launched in front of ``come``.
         back: launched behind the sums that leave.
         programs: of the kernel that sends sums, about.
     """
@@ -57,18 +54,14 @@ def run(
     first, last = (plan.steps.index(plan.by_token[name]) for name in ("spread", "sum"))
     launch_all(plan.steps[:first], tensors)
     _some(plan, plan.by_token["spread"], tensors, own)
-    arrived()
     for part in come:
         _some(plan, plan.by_token["spread"], tensors, part)
     launch_all(plan.steps[first + 1 : last], tensors)
-    # What leaves is launched first, and where the products were: a second stream would begin some microseconds later.
-    beside.fork()
     for part in leave:
         _launch(plan, sent_sum(plan, part.tokens.stop - part.tokens.start, programs), tensors, part)
+    if own.x.shape[0]:
+        _launch(plan, sum_beside(plan, own.x.shape[0]), tensors, own)
     back()
-    with beside:
-        _some(plan, plan.by_token["sum"], tensors, own)
-    beside.meet()
 
 
 def _some(plan: Plan, it: Launch, tensors: Mapping[str, Tensor], part: Part) -> None:

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.kernels.triton.config import SHARED_BYTES
+from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.kernels.triton.launch.player import tf32_allowed
 from moefuse.ops.meaning.call import Body
 
@@ -54,6 +55,11 @@ def device_of(device: torch.device) -> Device:
     shared = getattr(p, "shared_memory_per_block_optin", SHARED_BYTES)
     cuda = torch.version.hip is None
     return Device(p.name, p.multi_processor_count, shared, cuda and p.major == 9, cuda and p.major >= 8)
+
+
+def starts_early(device: Device) -> bool:
+    """Whether a launch may begin beside the one before it (programmatic dependent launch)."""
+    return device.hopper and not INTERPRETED
 
 
 class Workspace:

@@ -15,7 +15,7 @@ from torch import Tensor
 from moefuse.kernels.triton.config import within
 from moefuse.kernels.triton.device import combine, routing, rows as moving
 from moefuse.kernels.triton.device.structs import Rows
-from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, TILE_FIELDS, UNROLLED, Device, device_of
+from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, TILE_FIELDS, UNROLLED, Device, device_of, starts_early
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.tuning.problem import Tiles, power_of_two
 
@@ -165,14 +165,32 @@ def inverse(it: Sorted) -> Tensor:
     return position
 
 
-def gather(out: Tensor, x: Tensor, it: Sorted) -> None:
-    """out [S, N] = the token of each row. All rows of some columns come one after the other: so much of the tokens stays in the L2."""
+def gather(out: Tensor, x: Tensor, it: Sorted, live: bool = False) -> None:
+    """out [S, N] = the token of each row. All rows of some columns come one after the other: so much of the tokens stays in the L2.
+
+    ``live``: dead rows are not written. Where tokens of P ranks have come, all but the P-th part are.
+    """
     n = out.shape[1]
     bn = min(max(power_of_two(n), 16), COPIED // out.element_size())
     br = min(16 * COPIED // (bn * out.element_size()), 32)
     grid = (-(-it.slots // br), -(-n // bn))
-    arrays = {"x": x, "order": it.order, "out": out}
-    launch(moving.gather_rows, grid, arrays, S=it.slots, top_k=it.top_k, N=n, at_x=Rows(*x.stride()), BR=br, BN=bn)
+    arrays = {"x": x, "order": it.order, "offsets": it.offsets, "out": out}
+    numbers: dict[str, Any] = {"S": it.slots, "E": it.experts, "top_k": it.top_k, "N": n, "at_x": Rows(*x.stride())}
+    launch(moving.gather_rows, grid, arrays, **numbers, LIVE=live, BR=br, BN=bn)
+
+
+def spread(out: Tensor, x: Tensor, position: Tensor, it: Sorted, scale: Tensor | None = None) -> None:
+    """The rows of out [S, N] that are those of some tokens x [T, N]: ``position`` [T * K] of their slots, or past the last live one.
+    ``scale`` [T, K]: each token times its routing weight."""
+    n, wide = x.shape[1], x.numel() >= 1 << 31
+    block = min(power_of_two(n), 1024)
+    if x.shape[0]:
+        launch(
+            routing.spread_rows, (x.shape[0], -(-n // block)),
+            {"x": x, "weights": x if scale is None else scale, "position": position, "offsets": it.offsets, "xs": out},
+            E=it.experts, H=n, top_k=it.top_k, at_x=Rows(*x.stride()), at_weights=rows_of(scale),
+            SCALE=scale is not None, WIDE=wide, EVEN=n % block == 0, BLOCK=block, PDL=False,
+        )  # fmt: skip
 
 
 def clear_dead(out: Tensor, it: Sorted) -> None:
@@ -212,6 +230,48 @@ def sum_slots(out: Tensor, y: Tensor, it: Sorted, weights: Tensor | None, positi
     )
 
 
+def scaled(values: Tensor, scale: float) -> Tensor:
+    """Contiguous values times a number that is none of the program's."""
+    if scale == 1:
+        return values
+    out, n = torch.empty_like(values), values.numel()
+    if n:
+        launch(moving.scaled, (-(-n // 1024),), {"values": values, "out": out}, N=n, scale=scale, B=1024)
+    return out
+
+
+def send_slots(
+    out: Tensor, y: Tensor, ids: Tensor, position: Tensor, weights: Tensor | None, it: Sorted, programs: int
+) -> None:  # fmt: skip
+    """:func:`sum_slots` of some tokens, to an ``out`` [T, N] that is far, by so many programs; nothing for a token without an expert.
+
+    Args:
+        ids: [T, K].
+    """
+    _combine(combine.send_sums, min(out.shape[0], programs), out, y, ids, position, weights, it, {"T": out.shape[0]})
+
+
+def sum_beside(out: Tensor, y: Tensor, ids: Tensor, position: Tensor, weights: Tensor | None, it: Sorted) -> None:
+    """:func:`sum_slots` of some tokens, as soon as all programs of :func:`send_slots` run."""
+    pdl = starts_early(device_of(out.device))
+    _combine(combine.combine_slots, out.shape[0], out, y, ids, position, weights, it, {"SORTED": True, "BESIDE": True}, pdl=pdl)
+
+
+def _combine(
+    kernel: Any, rows: int, out: Tensor, y: Tensor, ids: Tensor, position: Tensor, weights: Tensor | None, it: Sorted,
+    numbers: dict[str, Any], pdl: bool = False,
+) -> None:  # fmt: skip
+    n, early = out.shape[1], starts_early(device_of(out.device))
+    bn = min(power_of_two(n), 1024)
+    if rows:
+        launch(
+            kernel, (rows, -(-n // bn)),
+            {"y": y, "ids": ids, "weights": y if weights is None else weights, "position": position, "out": out},
+            pdl=pdl, top_k=it.top_k, E=it.experts, N=n, at_ids=Rows(*ids.stride()), at_weights=rows_of(weights), SCALE=weights is not None,
+            EVEN_N=n % bn == 0, BN=bn, KNOWN=it.top_k if it.top_k <= UNROLLED else 0, PDL=early, **numbers,
+        )  # fmt: skip
+
+
 def sum_given(out: Tensor, y: Tensor, ids: Tensor, weights: Tensor, experts: int) -> None:
     """out [T, N] = the weighted sum over the slots of each token of y [S, N], whose rows are in the order of slots."""
     n, top_k, pdl = out.shape[1], ids.shape[1], device_of(out.device).hopper
@@ -228,6 +288,7 @@ def sum_given(out: Tensor, y: Tensor, ids: Tensor, weights: Tensor, experts: int
         at_weights=Rows(*weights.stride()),
         SCALE=True,
         SORTED=False,
+        BESIDE=False,
         EVEN_N=n % bn == 0,
         BN=bn,
         KNOWN=top_k if top_k <= UNROLLED else 0,

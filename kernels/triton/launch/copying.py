@@ -10,8 +10,10 @@ from moefuse.kernels.triton.launch.steps import COPY, Step
 
 def copy(target: Tensor, source: Tensor) -> None:
     """All of ``source``, both contiguous and of one dtype."""
+    if not source.numel():
+        return
     recorder = active()
-    if recorder is None or not source.numel():
+    if recorder is None:
         target.copy_(source)
         return
     with recorder.pause():

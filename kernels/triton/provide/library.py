@@ -89,10 +89,10 @@ def weight_grad(w: Tensor, g: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor, it: Sorted, scale: Tensor | None = None) -> Tensor:
-    """Rows [S, N] of the tokens x [T, N], times their routing weight where ``scale`` is given; dead rows of that are zeros."""
+    """Rows [S, N] of the tokens x [T, N], times their routing weight where ``scale`` is given; what dead rows are is nobody's."""
     out = torch.empty((it.slots, x.shape[1]), dtype=x.dtype, device=x.device)
     if scale is None:
-        sorted_rows.gather(out, x, it)
+        sorted_rows.gather(out, x, it, live=True)
     else:
         pointwise.pair(it, x, out, scale, out=out, d_weights=None)
     return out

@@ -31,6 +31,8 @@ _SUMS = 1024
 """As many of every rank."""
 AT_CAME = 3 * 64 * 4
 """Bytes behind the flags, of their last row."""
+PIECES = 8
+"""Of what a rank sends beside, at most: each has a place in that row."""
 PROGRAMS = 4
 """On each multiprocessor, of what sends beside other work: enough for the link, and most of the room is left."""
 
@@ -171,14 +173,13 @@ def push_beside(rows: Tensor, to: Tensor, at: Shared, how: Transfer) -> None:
             T=rows.shape[0], N=count, first=how.rank * how.most, rank=how.rank, at=how.spans[0], F=rows.shape[1], B=_block(rows),
         )  # fmt: skip
     if how.others:
-        launch(symm.tell, (1,), {"bases": at.bases}, warps=1, rank=how.rank, at_came=how.at_flags + AT_CAME, **_ranks(how))
+        launch(symm.tell, (1,), {"bases": at.bases}, warps=1, rank=how.rank, at_came=how.at_flags + AT_CAME, EACH=PIECES, **_ranks(how))
 
 
-def wait_for_all(at: Shared, how: Transfer) -> None:
-    """What other ranks send beside has come."""
-    if how.others:
-        came = {"came": at.flags[3]}
-        launch(symm.wait_for_all, (1,), came, warps=1, rank=how.rank, patience=how.patience, TIMED=_TIMED, **_ranks(how))
+def wait_for(at: Shared, how: Transfer, rank: int, piece: int) -> None:
+    """A piece of what another rank sends beside has come."""
+    place = rank * PIECES + piece
+    launch(symm.wait_for, (1,), {"came": at.flags[3, place : place + 1]}, warps=1, patience=how.patience, TIMED=_TIMED)
 
 
 def _ranks(how: Transfer) -> dict[str, Any]:
@@ -202,20 +203,24 @@ def push_back(rows: tuple[Tensor, ...], took: Tensor, at: Shared, how: Transfer)
 
 
 def take_sums(
-    own: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer, scale: float = 1.0, after: bool = True, apart: bool = False
-) -> tuple[Tensor, ...]:
-    """The last part of :func:`give_back`; ``apart``: ``own`` are [T, F], of this rank's rows alone."""
-    found: list[Tensor] = []
-    for part, start in zip(own, how.spans, strict=False):
-        out = part.new_empty((to.shape[0], *part.shape[1:]))
+    own: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer, scale: float = 1.0, after: bool = True, apart: bool = False,
+    outs: Sequence[Tensor] = (),
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The last part of :func:`give_back`, into ``outs`` if there are any; ``apart``: ``own`` are [T, F], of this rank's rows alone."""
+    outs = outs or sums_of(own, to)
+    for i, (part, out, start) in enumerate(zip(own, outs, how.spans, strict=False)):
         wide: Any = tl.float64 if accumulation_dtype(part.dtype) == torch.float64 else tl.float32
         launch(
             symm.take_sums, _programs(to.shape[0]), {**at._asdict(), "own": part, "to": to, "out": out},
             T=to.shape[0], scale=scale, set_bytes=how.set_bytes, at=start, WIDE=wide, F=out.shape[1], B=min(_block(out), _SUMS),
-            APART=apart, **_meeting(how, after or bool(found)),
+            APART=apart, **_meeting(how, after or i > 0),
         )  # fmt: skip
-        found.append(out)
-    return tuple(found)
+    return tuple(outs)
+
+
+def sums_of(own: tuple[Tensor, ...], to: Tensor) -> list[Tensor]:
+    """What :func:`take_sums` writes to."""
+    return [part.new_empty((to.shape[0], *part.shape[1:])) for part in own]
 
 
 def met(rows: int, at: Shared, how: Transfer) -> bool:

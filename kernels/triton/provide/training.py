@@ -8,6 +8,7 @@ the output are gathered while they are loaded, or copied for the library's produ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,23 +28,28 @@ __all__ = ["experts_backward_in", "experts_backward_out", "experts_backward_rows
 @recorded
 def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output and (h, order, offsets) for backward; dead rows of h are zeros."""
-    x, body = call.x, call.body
-    (hidden, inter), slots, width = call.w_out.weight[0].shape[-2:], call.ids.numel(), call.width
+    x = call.x
     order, offsets = sorted_rows.sort(call.ids, call.w_in.experts)
-    out = torch.empty((x.shape[0], hidden), dtype=call.out_dtype, device=x.device)
-    if not slots:
-        return out.zero_(), torch.empty((0, width), dtype=x.dtype, device=x.device), order, offsets
-    it = Sorted(order, offsets, slots, call.w_in.experts, call.top_k)
-    by = products(x, it, body.gating, call.lists[3:], min(hidden, inter), call.w_in.weight, call.w_out.weight)
-    h = _hidden(call, by, slots)
-    a = torch.empty((slots, inter), dtype=x.dtype, device=x.device)
+    out = torch.empty((x.shape[0], call.w_out.features), dtype=call.out_dtype, device=x.device)
+    if not call.ids.numel():
+        return out.zero_(), torch.empty((0, call.width), dtype=x.dtype, device=x.device), order, offsets
+    it = Sorted(order, offsets, call.ids.numel(), call.w_in.experts, call.top_k)
+    h, y = through(call, it)
+    if out.numel():
+        sorted_rows.sum_slots(out, y, it, None if call.body.on_input else call.weights)
+    return out, h, order, offsets
+
+
+def through(call: ExpertsCall, it: Sorted, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """h and the output of each slot, in sorted rows; ``rows`` [S, H]: those of the tokens, where they are sorted."""
+    x, body, inter = call.x, call.body, call.w_out.inputs
+    by = products(x, it, body.gating, call.lists[3:], min(call.w_out.features, inter), call.w_in.weight, call.w_out.weight)
+    h = _hidden(call, by, it.slots, rows)
+    a = torch.empty((it.slots, inter), dtype=x.dtype, device=x.device)
     if inter:
         sorted_rows.clear_dead(h, it)
         pointwise.activate(a, h, it, Activation(body, inter))
-    y = by.linear(a, *call.w_out[:2])
-    if hidden:
-        sorted_rows.sum_slots(out, y, it, None if body.on_input else call.weights)
-    return out, h, order, offsets
+    return h, by.linear(a, *call.w_out[:2])
 
 
 @recorded
@@ -60,29 +66,36 @@ def experts_hidden(call: ExpertsCall, order: Tensor, offsets: Tensor) -> Tensor:
     return h
 
 
-def _hidden(call: ExpertsCall, by: Library | Own, slots: int) -> Tensor:
+def _hidden(call: ExpertsCall, by: Library | Own, slots: int, rows: Tensor | None = None) -> Tensor:
     """The first projection, or both of them side by side; rows that are nobody's are not written."""
     x, features = call.x, call.w_in.features
-    scale = call.weights if call.body.on_input else None
+    how: dict[str, Any] = {"tokens": True, "scale": call.weights if call.body.on_input else None} if rows is None else {}
+    source = x if rows is None else rows
     if not call.body.split:
-        return by.linear(x, *call.w_in[:2], tokens=True, scale=scale)
+        return by.linear(source, *call.w_in[:2], **how)
     h = torch.empty((slots, call.width), dtype=x.dtype, device=x.device)
-    by.linear(x, *call.w_in[:2], tokens=True, scale=scale, out=h[:, :features])
-    by.linear(x, *call.w_up[:2], tokens=True, scale=scale, out=h[:, features:])
+    by.linear(source, *call.w_in[:2], **how, out=h[:, :features])
+    by.linear(source, *call.w_up[:2], **how, out=h[:, features:])
     return h
 
 
 @recorded
 def experts_backward_rows(call: RowsCall) -> list[Tensor]:
     """Of d_h, a and the gradient of routing weights on the output, what ``call.need`` asks for."""
+    return rows_back(call, call.grad.to(call.h.dtype))
+
+
+def rows_back(call: RowsCall, grad: Tensor, rows: Tensor | None = None) -> list[Tensor]:
+    """:func:`experts_backward_rows` of ``grad`` [T, N], or of its ``rows`` [S, N], where they are sorted: grad is then read for biases
+    alone."""
     need, body, weights = call.need, call.body, call.weights
     slots, inter = call.order.shape[0], call.w_out.inputs
-    h, d_out, d_a, a = call.h.contiguous(), call.grad.to(call.h.dtype), None, None
+    h, d_a, a = call.h.contiguous(), None, None
     d_weights = torch.zeros(weights.shape, dtype=weights.dtype, device=h.device) if need.products else None
-    it = _sorted(call, call.w_out)
+    it = sorted_of(call, call.w_out)
     if slots and (need.h or need.products):
-        w = call.w_out.weight
-        d_a = products(h, it, body.gating, (), min(call.w_out.features, inter), w).linear(d_out, w, back=True, tokens=True)
+        by = products(h, it, body.gating, (), min(call.w_out.features, inter), call.w_out.weight)
+        d_a = by.linear(grad if rows is None else rows, call.w_out.weight, back=True, tokens=rows is None)
     if need.w_out:
         a = torch.empty((slots, inter), dtype=h.dtype, device=h.device) if d_a is None else d_a
     d_h = torch.empty_like(h) if need.h else None
@@ -96,7 +109,7 @@ def experts_backward_rows(call: RowsCall) -> list[Tensor]:
             d_h=d_h,
             a=a,
             d_weights=d_weights,
-            grad=d_out,
+            grad=grad,
             bias=linear.weight(call.w_out.bias, 1) if call.w_out.bias else None,
         )
     return [t for t in (d_h, a, d_weights) if t is not None]
@@ -105,7 +118,7 @@ def experts_backward_rows(call: RowsCall) -> list[Tensor]:
 @recorded
 def experts_backward_in(call: InCall) -> list[Tensor]:
     """What ``call.need`` asks for of the gradients of x, of routing weights on the input, of w_in and w_up and their biases, flattened."""
-    x, weights, need, body, it = call.x, call.weights, call.need, call.body, _sorted(call, call.w_in)
+    x, weights, need, body, it = call.x, call.weights, call.need, call.body, sorted_of(call, call.w_in)
     d_h, features, hidden = call.d_h.contiguous(), call.w_in.features, call.w_in.inputs
     inter = features if body.gating in ("plain", "separate") else features // 2
     by = products(x, it, body.gating, (), min(hidden, inter), call.w_in.weight)
@@ -128,7 +141,7 @@ def experts_backward_in(call: InCall) -> list[Tensor]:
 @recorded
 def experts_backward_out(call: OutCall) -> list[Tensor]:
     """What ``call.need`` asks for of the gradients of w_out and of its biases, flattened."""
-    need, (w, b, *_), it = call.need, call.w_out, _sorted(call, call.w_out)
+    need, (w, b, *_), it = call.need, call.w_out, sorted_of(call, call.w_out)
     d_out = call.grad.to(w[0].dtype if call.a is None else call.a.dtype)
     by = products(d_out, it, call.body.gating, (), min(w[0].shape[-2:]), w)
     d_w = by.weight_grads(w, d_out, call.a, g_tokens=True, last=True) if need.w_out and call.a is not None else []
@@ -136,7 +149,8 @@ def experts_backward_out(call: OutCall) -> list[Tensor]:
     return [*d_w, *(wgrad.vector_grads(b, d_out, it, tokens=True, scale=scale) if need.b_out else [])]
 
 
-def _sorted(call: RowsCall | InCall | OutCall, stack: Stack) -> Sorted:
+def sorted_of(call: RowsCall | InCall | OutCall, stack: Stack) -> Sorted:
+    """The rows of a call."""
     order = call.order
     return Sorted(order.contiguous(), call.offsets.contiguous(), order.shape[0], stack.experts, call.weights.shape[1])
 

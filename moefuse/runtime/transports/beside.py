@@ -1,4 +1,4 @@
-"""A spread layer whose transfers run beside what needs none of them, where nothing is differentiated and ranks share memory.
+"""A spread layer whose transfers run beside what needs none of them, where ranks share memory.
 
 Many tokens: ids and routing weights are sent first, for they are few. While the rows travel, the slots of all ranks are sorted and own rows
 are copied into sorted order; those of others are read where they have arrived. On the way back the kernel that adds up a token's slots
@@ -11,10 +11,14 @@ A rank may write to a set again, for the other set's barrier has come between, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moefuse.ops.meaning.call import ExpertsCall
+from moefuse.ops.meaning.grad_calls import InCall, RowsCall
 from moefuse.runtime.groups import Terms
 from moefuse.runtime.transports import symm
 from moefuse.runtime.transports.base import most_tokens
@@ -30,18 +34,74 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 def layer(terms: Terms, call: ExpertsCall, place: Tensor | None, slots: int) -> Tensor | None:
     """The layer [T, N]; None: it is to run in order. Only what is alike on all ranks is looked at, for they have to agree."""
-    group, top_k = terms.group, call.top_k
-    if terms.transport != "symm" or call.dtype not in DTYPES or group.size > MOST_RANKS:
-        return None
-    most = most_tokens(terms, call.x.shape[0])
-    if most * call.x.shape[1] * call.dtype.itemsize < LEAST:
+    if (given := _given(terms, call)) is None:
         return None
     from moefuse.kernels.triton.provide import spread
 
-    count, hidden, features = group.size * most, call.x.shape[1], call.w_out.features
-    weights, ids = call.weights.contiguous(), call.ids.contiguous()
+    own, small, wire = given
+    return spread.experts(own, place, slots, small, wire)  # type: ignore[no-any-return]
+
+
+def forward(terms: Terms, call: ExpertsCall, place: Tensor | None, slots: int) -> list[Tensor] | None:
+    """What ``moefuse::ep_experts_forward`` returns; None as of :func:`layer`."""
+    if call.held != call.dtype or (given := _given(terms, call)) is None:
+        return None
+    from moefuse.kernels.triton.provide import spread_training
+
+    own, small, wire = given
+    return spread_training.forward(own, place, slots, small, wire)  # type: ignore[no-any-return]
+
+
+def backward_rows(terms: Terms, call: RowsCall, handle: Sequence[Tensor]) -> list[Tensor] | None:
+    """What ``moefuse::ep_backward_rows`` returns; None as of :func:`layer`."""
+    grad = call.grad
+    # Routing weights take the scale of gradients: biases and weights on the input would miss it.
+    if grad.dtype != call.h.dtype or call.body.on_input or call.w_out.bias or call.w_out.weight[0].dtype != call.h.dtype:
+        return None
+    took, to = handle if _travels(terms, grad.dtype) else (None, None)
+    if took is None or to is None or not _pays(grad, most := took.shape[0] // terms.group.size):
+        return None
+    from moefuse.kernels.triton.provide import spread, spread_training
+
+    held = symm.buffers(terms.group, grad.device, took.shape[0] * grad.shape[1] * grad.element_size(), USE)
+    wire = spread.Wire.lasting(terms.group, held, most, (grad.shape[1], grad.dtype))
+    return spread_training.backward_rows(call, to, wire, terms.scale())  # type: ignore[no-any-return]
+
+
+def backward_in(terms: Terms, call: InCall, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor] | None:
+    """What ``moefuse::ep_backward_in`` returns; None as of :func:`layer`, or where there is nothing to hide it."""
+    if not _travels(terms, rows[0].dtype) or not call.need.h:
+        return None
+    to, count = handle[1], rows[0].shape[0]
+    most = count // terms.group.size
+    if not _pays(rows[0], most):
+        return None
+    from moefuse.kernels.triton.provide import spread, spread_training
+
+    spans = symm.regions(rows, count)
+    held = symm.buffers(terms.group, to.device, spans[-1], USE)
+    kinds = [(r.shape[1], r.dtype) for r in rows]
+    wire = spread.Wire.lasting(terms.group, held, most, None, *kinds, starts=spans)
+    return spread_training.backward_in(call, tuple([r.contiguous() for r in rows]), to, wire, 1 / terms.scale())  # type: ignore[no-any-return]
+
+
+def _given(terms: Terms, call: ExpertsCall) -> tuple[ExpertsCall, Any, Any] | None:
+    """The call, how its ids and routing weights travel, and how its rows do."""
+    group, top_k, hidden, features = terms.group, call.top_k, call.x.shape[1], call.w_out.features
+    if not _travels(terms, call.dtype) or not _pays(call.x, most := most_tokens(terms, call.x.shape[0])):
+        return None
+    from moefuse.kernels.triton.provide import spread
+
+    weights, ids, count = call.weights.contiguous(), call.ids.contiguous(), group.size * most
     small = symm.transfer(group, call.device, most, symm.regions([weights], count), count * top_k * 4)
     held = symm.buffers(group, call.device, count * max(hidden * call.dtype.itemsize, features * call.out_dtype.itemsize), USE)
     wire = spread.Wire.lasting(group, held, most, (hidden, call.dtype), (features, call.out_dtype))
-    own = call._replace(x=call.x.contiguous(), ids=ids, weights=weights)
-    return spread.experts(own, place, slots, small, wire)  # type: ignore[no-any-return]
+    return call._replace(x=call.x.contiguous(), ids=ids, weights=weights), small, wire
+
+
+def _travels(terms: Terms, dtype: torch.dtype) -> bool:
+    return terms.transport == "symm" and dtype in DTYPES and terms.group.size <= MOST_RANKS
+
+
+def _pays(rows: Tensor, most: int) -> bool:
+    return most * rows.shape[1] * rows.element_size() >= LEAST
