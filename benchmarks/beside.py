@@ -112,13 +112,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--train", action="store_true")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1024, 2048, 4096, 16384])
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rank, world, device = start("cuda")
     mesh = register(init_device_mesh("cuda", (world,), mesh_dim_names=("ep",))["ep"])
     results: list[dict[str, Any]] = []
-    for inter, tokens in POINTS:
+    for inter, tokens in [point for point in POINTS if point[1] in args.tokens]:
         torch.cuda.empty_cache()
         with torch.set_grad_enabled(args.train):
             layer = Layer(inter, tokens, mesh, rank, world, device, args.train)

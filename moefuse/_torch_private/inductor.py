@@ -13,7 +13,6 @@ from moefuse._torch_private.cpp import no_compiler
 from moefuse._torch_private.errors import surfacing
 from moefuse._torch_private.floats import compiled_for_their_values
 from moefuse._torch_private.order import communicates, keep_order
-from moefuse._torch_private.tensors import is_distributed
 from moefuse._torch_private.types import CompiledFn
 from moefuse.errors import CompilerError
 
@@ -82,8 +81,7 @@ def compile_fx(
         keep_order()
         # It moves calls, in inference, before there is anything that lowering could hold in order.
         config_patches = {**config_patches, "reorder_for_locality": False}
-        if any(map(is_distributed, example_inputs)):
-            config_patches = saving_meshes_last(config_patches)
+        config_patches = partitioned(config_patches)
     inputs: Any = list(example_inputs)
     named: dict[str, Any] = {} if name is None else {"compile_region_name": name}
     with compiled_for_their_values(gm):
@@ -136,8 +134,9 @@ def keep_what_is_mutated() -> None:
 _PARTITIONER = "custom_partitioner_fn"
 
 
-def saving_meshes_last(patches: dict[str, Any]) -> dict[str, Any]:
-    """``patches`` with a partitioner that puts what forward saves for backward into the order that AOTAutograd reads it in.
+def partitioned(patches: dict[str, Any]) -> dict[str, Any]:
+    """``patches`` with a partitioner that has no layer make a result again that nobody reads, and puts what forward saves for backward into
+    the order that AOTAutograd reads it in.
 
     The mesh of a distributed input, which its gradient is made with, comes last, but for sizes. Where a checkpoint draws random numbers,
     or could (attention), torch puts the states of the generator behind it, and then takes the mesh for a tensor (torch 2.13).
@@ -157,6 +156,8 @@ def _partitioner_class() -> Any:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+    from moefuse.ops.spread import without_results
+
     class Partitioner(CustomPartitionerFn):
         """The user's partitioner or Inductor's own, and the order behind it."""
 
@@ -166,6 +167,7 @@ def _partitioner_class() -> Any:
         def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             forward, backward = (self._users or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
             objects_last(forward, backward, kwargs["num_fwd_outputs"])
+            without_results(backward)
             return forward, backward
 
         def uuid(self) -> Any:

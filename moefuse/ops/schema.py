@@ -77,7 +77,7 @@ SCHEMAS: tuple[str, ...] = (
     "restore_rows(Tensor kept, Tensor order) -> Tensor",
     f"ep_experts({_EXPERTS_ARGS}, Tensor? place=None, int slots=0, str terms, str layer, int? limit=None, bool recompute=False) -> Tensor",
     f"ep_experts_infer({_PACKED}, Tensor? place, int slots, str terms, str layer, int? limit) -> Tensor",
-    f"ep_experts_forward({_PACKED}, Tensor? place, int slots, str terms, str layer) -> Tensor[]",
+    f"ep_experts_forward({_PACKED}, Tensor? place, int slots, str terms, str layer, *, bool result=True) -> Tensor[]",
     f"ep_backward_rows({_PACKED_BACKWARD}, Tensor[] handle, SymInt arrivals, str terms, str layer) -> Tensor[]",
     f"ep_backward_in({_PACKED_BACKWARD}, Tensor[] rows, Tensor[] handle, SymInt tokens, str terms, str layer) -> Tensor[]",
     "ep_send(Tensor[] rows, Tensor[] handle, SymInt arrivals, float scale, str terms, str layer) -> Tensor[]",

@@ -8,6 +8,8 @@ R rows arrive (``moefuse/ops/parallel.py``); h, order and offsets are those of `
 after the other; together they may have rows travel beside work that needs none of them (``moefuse/runtime/transports/beside.py``): what
 comes beside the sorting of own rows, what goes back beside the gradients of w_in and w_up.
 
+Where forward is computed again in backward, nobody asks for its result: :func:`without_results` says so, and no rows go back.
+
 All rows go back wherever anything of the layer is differentiated, and tokens have gradients then: which collectives backward has must not
 depend on what one rank alone wants.
 """
@@ -35,25 +37,25 @@ from moefuse.runtime.ranks import numbers_dtype
 from moefuse.runtime.transports import beside
 
 
-def _forward(*given: Any) -> list[Tensor]:
+def _forward(*given: Any, result: bool = True) -> list[Tensor]:
     *packed, place, slots, terms, layer = given
     known, call = Terms.parse(terms), ExpertsCall.unpack(*packed)
     how = transports.transport(known)
     with peers(known, layer, f"ep_experts {TRAINED}", [call.x, call.weights, call.ids], place) as running, refusing(running, call.ids):
         overflow.check(known)
         check_experts(call, "ep_experts")
-        found = beside.forward(known, call, place, slots)
+        found = beside.forward(known, call, place, slots, result)
         if found is not None:
             return found
         arrived = how.dispatch(known, [call.x, call.weights], call.ids, place, slots)
         local = arrived.ids if arrived.local else local_ids(arrived.ids, place, slots, terms)
         x, weights = arrived.rows
         y, *kept = experts.forward(call._replace(x=x, ids=local, weights=weights))
-        (out,) = how.give_back(known, [y], arrived.handle, call.x.shape[0])
+        (out,) = how.give_back(known, [y], arrived.handle, call.x.shape[0]) if result else (y.new_empty((0, y.shape[1])),)
     return [out, x, local, weights, *kept, *arrived.handle]
 
 
-def _forward_fake(*given: Any) -> list[Tensor]:
+def _forward_fake(*given: Any, result: bool = True) -> list[Tensor]:
     *packed, _, _, terms, _ = given
     known, call = Terms.parse(terms), ExpertsCall.unpack(*packed)
     how = transports.transport(known)
@@ -63,7 +65,8 @@ def _forward_fake(*given: Any) -> list[Tensor]:
     x, ids, weights = (t.new_empty((arrivals, *t.shape[1:])) for t in (call.x, call.ids, call.weights))
     local = ids.to(numbers_dtype(ids.dtype))
     kept = experts.forward_fake(call._replace(x=x, ids=local, weights=weights))[1:]
-    return [experts.result(call), x, local, weights, *kept, *how.handle(known, call.ids)]
+    out = experts.result(call)
+    return [out if result else out.new_empty((0, *out.shape[1:])), x, local, weights, *kept, *how.handle(known, call.ids)]
 
 
 def _backward_rows(*given: Any) -> list[Tensor]:
@@ -149,6 +152,17 @@ class _Way(autograd.Here):
         (grad,) = ops.ep_send.default([call.grad], self.handle, self.arrivals, scale, *self.how)
         d_x, d_weights, *lists = ops.experts_backward.default(*call._replace(grad=grad).pack())
         return [*ops.ep_give_back.default([d_x, d_weights], self.handle, self.tokens, 1 / scale, *self.how), *lists]
+
+
+def without_results(backward: torch.fx.GraphModule) -> None:
+    """Have forward, computed again in a graph of backward, make only what is read there."""
+    for op in (ops.ep_experts_forward.default, ops.ep_experts_forward_compiled.default):
+        for node in backward.graph.find_nodes(op="call_function", target=op):
+            if not any(user.args[1] == 0 for user in node.users):
+                node.kwargs = {**node.kwargs, "result": False}
+                out = node.meta["val"][0]
+                node.meta["val"] = [out.new_empty((0, *out.shape[1:])), *node.meta["val"][1:]]
+    backward.recompile()
 
 
 def differentiated(call: ExpertsCall, how: tuple[Any, ...], recompute: bool) -> Tensor:

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import moefuse.backend
 from moefuse import Options
-from moefuse.ops import parallel as ops, rounds
+from moefuse.ops import parallel as ops, rounds, spread
 from moefuse.runtime import groups
+from moefuse.runtime.transports import beside
 from tests.cpu.capture_case import Seen, capturing
 from tests.dist import layers
 
@@ -75,7 +76,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         found.append(layer)
         return known(terms, layer, *rest)
 
-    for module in (ops, rounds):
+    for module in (ops, rounds, spread):
         monkeypatch.setattr(module, "peers", peers)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield found
@@ -105,8 +106,7 @@ def order(
 
 
 GATHERED = ["gathering the weights of experts"] * 2
-FORWARD = ["a", "a", *GATHERED, "c", "c"]
-AS_ONE = ["a", *GATHERED, "c"]
+FORWARD = ["a", *GATHERED, "c"]
 BACKWARD = ["c", "c", *["reducing the gradients of experts"] * 2, "a", "a"]
 
 
@@ -114,7 +114,7 @@ BACKWARD = ["c", "c", *["reducing the gradients of experts"] * 2, "a", "a"]
 def test_aot_eager(called: list[str], train: bool) -> None:
     for tokens in (0, 1, 7, 300):
         backend = capturing(Seen(), Options(), "aot_eager")
-        assert order(called, tokens, backend, train) == ((FORWARD, BACKWARD) if train else (AS_ONE, [])), tokens
+        assert order(called, tokens, backend, train) == (FORWARD, BACKWARD if train else []), tokens
 
 
 @pytest.mark.sampled(4)
@@ -122,7 +122,7 @@ def test_aot_eager(called: list[str], train: bool) -> None:
 def test_inductor(called: list[str], train: bool) -> None:
     """By itself it has c's combine before a's in inference, and in training another order for 7 tokens than for 300."""
     for tokens in (0, 7, 300) if train else (7,):
-        assert order(called, tokens, moefuse.backend.backend, train) == ((FORWARD, BACKWARD) if train else (AS_ONE, [])), tokens
+        assert order(called, tokens, moefuse.backend.backend, train) == (FORWARD, BACKWARD if train else []), tokens
 
 
 @pytest.mark.sampled(2)
@@ -131,14 +131,23 @@ def test_inductor(called: list[str], train: bool) -> None:
     ("apart", "backward"),
     [
         (True, ["b"] * 3 + ["a"] * 3),  # each is dispatched again when its backward begins
-        (False, ["a", "a", "b", "b", "b", "a", "a"]),  # what the second layer reads is computed again, by the first one
+        (False, ["a", "b", "b", "b", "a", "a"]),  # what the second layer reads is computed again, by the first one
     ],
 )
 def test_checkpoints(called: list[str], apart: bool, backward: list[str]) -> None:
     """By itself Inductor has a rank with one token dispatch both layers first, to compute again what is between two checkpoints."""
     for tokens in (1, 4):
         found = order(called, tokens, moefuse.backend.backend, True, lambda: Checkpointed(layers.Listed, apart))
-        assert found == (["a", "a", "b", "b"], backward), tokens
+        assert found == (["a", "b"], backward), tokens
+
+
+def test_results_of_what_is_computed_again(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows go back only of the layer whose output is read: that of the second one is in nobody's gradient."""
+    asked: list[bool] = []
+    monkeypatch.setattr(beside, "forward", lambda *given: asked.append(given[-1]))
+    forward, backward = order(called, 4, moefuse.backend.backend, True, lambda: Checkpointed(layers.Listed, False))
+    assert (forward, backward) == (["a", "b"], ["a", "b", "b", "b", "a", "a"])
+    assert asked[-4:] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("train", [False, True])

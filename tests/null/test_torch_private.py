@@ -303,7 +303,7 @@ def test_meshes_are_saved_behind_states_of_generators(two_ranks: DeviceMesh) -> 
     def body(x: torch.Tensor) -> torch.Tensor:
         return torch.dropout(torch.relu(x @ weight.to_local()), 0.5, True)
 
-    patches = inductor.saving_meshes_last({"cpp_wrapper": False})
+    patches = inductor.partitioned({"cpp_wrapper": False})
     partition = patches["custom_partitioner_fn"]
     backend = aot_autograd(fw_compiler=lambda gm, _: gm.forward, partition_fn=partition)
     run = torch.compile(lambda x: checkpoint(body, x, use_reentrant=False).sin(), backend=backend, dynamic=True, fullgraph=True)
@@ -320,7 +320,7 @@ def test_meshes_are_saved_behind_states_of_generators(two_ranks: DeviceMesh) -> 
     # It is part of the keys of Inductor's caches, and runs what the user has given.
     again = pickle.loads(pickle.dumps(partition))
     assert again.uuid() == partition.uuid()
-    over = inductor.saving_meshes_last(patches)["custom_partitioner_fn"]
+    over = inductor.partitioned(patches)["custom_partitioner_fn"]
     assert over.uuid() == f"{partition.uuid()} after {partition.uuid()!r}"
 
 

@@ -181,12 +181,26 @@ class Trained(Layer):
         return [out.detach(), *pulled]
 
     def spread_step(self, rank: int, terms: str, recompute: bool) -> list[Tensor]:
+        if recompute:
+            self.without_result(rank, terms)
+
         def op(*data: Any, **options: Any) -> Tensor:
             how = {"place": self.place, "slots": self.slots, "terms": terms, "layer": "a layer", "recompute": recompute}
             found: Tensor = torch.ops.moefuse.ep_experts.default(*data, **how, **options)
             return found
 
         return self.step(rank, slice(rank * self.slots, (rank + 1) * self.slots), op)
+
+    def without_result(self, rank: int, terms: str) -> None:
+        """Forward as it is computed again: equal routing and hidden activations, and no rows go back."""
+        call = self.call(rank, slice(rank * self.slots, (rank + 1) * self.slots)).pack()
+        once, again = (
+            torch.ops.moefuse.ep_experts_forward.default(*call, self.place, self.slots, terms, "a layer", result=result)
+            for result in (True, False)
+        )
+        assert list(again[0].shape) == [0, H]
+        for i, (mine, its) in enumerate(zip(once[2:], again[2:], strict=True)):
+            assert torch.equal(mine, its), i
 
     def wanted_steps(self) -> list[list[Tensor]]:
         """Of each rank, by all experts at once: those of experts are the mean of what all ranks' tokens give, which is their sum here."""

@@ -85,8 +85,8 @@ class Wire(NamedTuple):
         return rows[rank * self.come.most : (rank + 1) * self.come.most]
 
     def pieces(self, waited: bool) -> list[slice]:
-        """Of a rank's M rows, what copy engines send at a time. Where they are ``waited`` for, most of them come first between two ranks, and
-        are worked on meanwhile; a piece more is 10 us more on the wire."""
+        """Of a rank's M rows, what copy engines send at a time. Where they are ``waited`` for, most of them come first between two ranks,
+        and are worked on meanwhile; a piece more is 10 us more on the wire."""
         cuts = [0, self.come.most * 3 // 4, self.come.most] if waited and self.come.size == 2 else [0, self.come.most]
         return [slice(*cut) for cut in pairwise(cuts)]
 

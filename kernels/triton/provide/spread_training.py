@@ -25,33 +25,49 @@ from moefuse.ops.meaning.grad_calls import InCall, RowsCall
 
 
 @recorded
-def forward(call: ExpertsCall, place: Tensor | None, slots: int, small: tuple[Shared, Transfer], wire: Wire) -> list[Tensor]:
+def forward(
+    call: ExpertsCall, place: Tensor | None, slots: int, small: tuple[Shared, Transfer], wire: Wire, result: bool
+) -> list[Tensor]:  # fmt: skip
     """The layer [T, N] of this rank's tokens, and what ``ep_experts_forward`` returns behind it.
 
     Args:
         small: of ids and routing weights.
+        result: whether anyone asks for the former.
     """
     beside, copies = Beside(call.device), place is None or copied(wire.come.size, call.top_k)
     (weights,), local, took, to = sent(call, place, slots, small, wire, beside, copies)
     order, offsets = sorted_rows.sort(local, call.w_in.experts)
     it = Sorted(order, offsets, local.numel(), call.w_in.experts, call.top_k)
     position = sorted_rows.inverse(it).view(local.shape)
-    rows = _sorted_as_they_come(call.x, position, it, weights if call.body.on_input else None, wire.coming(copies, waited=True), wire)
+    rows = _sorted_as_they_come(call.x, position, it, weights if call.body.on_input else None, wire.coming(copies), wire)
     x = _kept(call.x, wire, beside)
     every = call._replace(x=x, ids=local, weights=weights)
-    h, y = training.through(every, it, rows)
+    h, y = training.through(every, it, rows, result)
     del rows
     beside.meet()  # others may send again behind the barrier
-    scale, mine = None if call.body.on_input else weights, slice(wire.come.rank * wire.come.most, None)
-    for r in wire.others:
-        part = slice(r * wire.come.most, (r + 1) * wire.come.most)
-        target, its = wire.block(wire.sums[0][r], wire.come.rank), None if scale is None else scale[part]
-        sorted_rows.send_slots(target, y, local[part], position[part], its, it, symm.PROGRAMS * device_of(call.device).sms)
-    own = call.x.new_empty((call.x.shape[0], call.w_out.features), dtype=call.out_dtype)
-    sorted_rows.sum_beside(own, y, local[mine], position[mine], None if scale is None else scale[mine], it)
-    symm.passed(wire.at, wire.back)
-    (out,) = symm.take_sums((own,), to, wire.at, wire.back, apart=True)
+    if y is None:
+        symm.passed(wire.at, wire.back)
+        out = call.x.new_empty((0, call.w_out.features), dtype=call.out_dtype)
+    else:
+        out = _summed(every, y, it, position, to, wire, call.x.shape[0])
     return [out, x, local, weights, h, order, offsets, took, to]
+
+
+def _summed(call: ExpertsCall, y: Tensor, it: Sorted, position: Tensor, to: Tensor, wire: Wire, tokens: int) -> Tensor:
+    """[T, N] of this rank's ``tokens``, from each slot's output y [S, N] of a call of all ranks' tokens."""
+    rank, most = wire.come.rank, wire.come.most
+    own = call.x.new_empty((tokens, call.w_out.features), dtype=call.out_dtype)
+    programs = symm.PROGRAMS * device_of(call.device).sms
+
+    def of(part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        return call.ids[part], position[part], None if call.body.on_input else call.weights[part]
+
+    for r in wire.others:
+        its = of(slice(r * most, (r + 1) * most))
+        sorted_rows.send_slots(wire.block(wire.sums[0][r], rank), y, *its, it, programs)
+    sorted_rows.sum_beside(own, y, *of(slice(rank * most, rank * most + tokens)), it)
+    symm.passed(wire.at, wire.back)
+    return symm.take_sums((own,), to, wire.at, wire.back, apart=True)[0]
 
 
 @recorded
@@ -65,7 +81,7 @@ def backward_rows(call: RowsCall, to: Tensor, wire: Wire, scale: float) -> list[
     call = call._replace(weights=sorted_rows.scaled(call.weights, scale))
     it = training.sorted_of(call, call.w_out)
     position = sorted_rows.inverse(it).view(call.weights.shape)
-    rows = _sorted_as_they_come(call.grad, position, it, None, wire.coming(copies), wire)
+    rows = _sorted_as_they_come(call.grad, position, it, None, wire.coming(copies, waited=True), wire)
     grad = _kept(call.grad, wire, beside)
     d_h, *others = training.rows_back(call, grad, rows)
     if call.need.products:

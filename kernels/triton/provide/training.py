@@ -35,19 +35,22 @@ def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return out.zero_(), torch.empty((0, call.width), dtype=x.dtype, device=x.device), order, offsets
     it = Sorted(order, offsets, call.ids.numel(), call.w_in.experts, call.top_k)
     h, y = through(call, it)
-    if out.numel():
+    if y is not None and out.numel():
         sorted_rows.sum_slots(out, y, it, None if call.body.on_input else call.weights)
     return out, h, order, offsets
 
 
-def through(call: ExpertsCall, it: Sorted, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """h and the output of each slot, in sorted rows; ``rows`` [S, H]: those of the tokens, where they are sorted."""
+def through(call: ExpertsCall, it: Sorted, rows: Tensor | None = None, last: bool = True) -> tuple[Tensor, Tensor | None]:
+    """h and, with ``last``, the output of each slot, in sorted rows; ``rows`` [S, H]: those of the tokens, where they are sorted."""
     x, body, inter = call.x, call.body, call.w_out.inputs
     by = products(x, it, body.gating, call.lists[3:], min(call.w_out.features, inter), call.w_in.weight, call.w_out.weight)
     h = _hidden(call, by, it.slots, rows)
-    a = torch.empty((it.slots, inter), dtype=x.dtype, device=x.device)
     if inter:
         sorted_rows.clear_dead(h, it)
+    if not last:
+        return h, None
+    a = torch.empty((it.slots, inter), dtype=x.dtype, device=x.device)
+    if inter:
         pointwise.activate(a, h, it, Activation(body, inter))
     return h, by.linear(a, *call.w_out[:2])
 

@@ -26,6 +26,8 @@ from moefuse.runtime.transports.base import most_tokens
 LEAST = 8 << 20
 """Bytes of a rank's tokens from which on it pays, as measured on two H200 (``benchmarks/beside.py``, H = 2048): 0.89 to 0.95 of the time
 with 8 MiB; with 4 MiB as long in CUDA graphs and up to 1.3 times as long launched. Tests set it."""
+TRAINED = 2
+"""Times as many in training: so measured, for what each launch more costs the host."""
 MOST_RANKS = 8
 """There is a launch for each rank."""
 USE = "beside"
@@ -42,14 +44,14 @@ def layer(terms: Terms, call: ExpertsCall, place: Tensor | None, slots: int) -> 
     return spread.experts(own, place, slots, small, wire)  # type: ignore[no-any-return]
 
 
-def forward(terms: Terms, call: ExpertsCall, place: Tensor | None, slots: int) -> list[Tensor] | None:
+def forward(terms: Terms, call: ExpertsCall, place: Tensor | None, slots: int, result: bool) -> list[Tensor] | None:
     """What ``moefuse::ep_experts_forward`` returns; None as of :func:`layer`."""
-    if call.held != call.dtype or (given := _given(terms, call)) is None:
+    if call.held != call.dtype or (given := _given(terms, call, TRAINED)) is None:
         return None
     from moefuse.kernels.triton.provide import spread_training
 
     own, small, wire = given
-    return spread_training.forward(own, place, slots, small, wire)  # type: ignore[no-any-return]
+    return spread_training.forward(own, place, slots, small, wire, result)  # type: ignore[no-any-return]
 
 
 def backward_rows(terms: Terms, call: RowsCall, handle: Sequence[Tensor]) -> list[Tensor] | None:
@@ -59,7 +61,7 @@ def backward_rows(terms: Terms, call: RowsCall, handle: Sequence[Tensor]) -> lis
     if grad.dtype != call.h.dtype or call.body.on_input or call.w_out.bias or call.w_out.weight[0].dtype != call.h.dtype:
         return None
     took, to = handle if _travels(terms, grad.dtype) else (None, None)
-    if took is None or to is None or not _pays(grad, most := took.shape[0] // terms.group.size):
+    if took is None or to is None or not _pays(grad, most := took.shape[0] // terms.group.size, TRAINED):
         return None
     from moefuse.kernels.triton.provide import spread, spread_training
 
@@ -74,7 +76,7 @@ def backward_in(terms: Terms, call: InCall, rows: Sequence[Tensor], handle: Sequ
         return None
     to, count = handle[1], rows[0].shape[0]
     most = count // terms.group.size
-    if not _pays(rows[0], most):
+    if not _pays(rows[0], most, TRAINED):
         return None
     from moefuse.kernels.triton.provide import spread, spread_training
 
@@ -85,10 +87,10 @@ def backward_in(terms: Terms, call: InCall, rows: Sequence[Tensor], handle: Sequ
     return spread_training.backward_in(call, tuple([r.contiguous() for r in rows]), to, wire, 1 / terms.scale())  # type: ignore[no-any-return]
 
 
-def _given(terms: Terms, call: ExpertsCall) -> tuple[ExpertsCall, Any, Any] | None:
+def _given(terms: Terms, call: ExpertsCall, times: int = 1) -> tuple[ExpertsCall, Any, Any] | None:
     """The call, how its ids and routing weights travel, and how its rows do."""
     group, top_k, hidden, features = terms.group, call.top_k, call.x.shape[1], call.w_out.features
-    if not _travels(terms, call.dtype) or not _pays(call.x, most := most_tokens(terms, call.x.shape[0])):
+    if not _travels(terms, call.dtype) or not _pays(call.x, most := most_tokens(terms, call.x.shape[0]), times):
         return None
     from moefuse.kernels.triton.provide import spread
 
@@ -103,5 +105,5 @@ def _travels(terms: Terms, dtype: torch.dtype) -> bool:
     return terms.transport == "symm" and dtype in DTYPES and terms.group.size <= MOST_RANKS
 
 
-def _pays(rows: Tensor, most: int) -> bool:
-    return most * rows.shape[1] * rows.element_size() >= LEAST
+def _pays(rows: Tensor, most: int, times: int) -> bool:
+    return most * rows.shape[1] * rows.element_size() >= LEAST * times
