@@ -112,6 +112,7 @@ from moefuse._torch_private.floats import (
 from moefuse._torch_private.inductor import (
     compile_fx as compile_fx,
     compile_region as compile_region,
+    in_backward as in_backward,
     inductor_config as inductor_config,
     inductor_option_names as inductor_option_names,
     is_inductor_option as is_inductor_option,

@@ -132,6 +132,12 @@ def keep_what_is_mutated() -> None:
 
 
 _PARTITIONER = "custom_partitioner_fn"
+_BACKWARD: list[Callable[[torch.fx.GraphModule], None]] = []
+
+
+def in_backward(change: Callable[[torch.fx.GraphModule], None]) -> None:
+    """Have ``change`` see every graph of backward of programs that communicate, before it is lowered."""
+    _BACKWARD.append(change)
 
 
 def partitioned(patches: dict[str, Any]) -> dict[str, Any]:
@@ -156,8 +162,6 @@ def _partitioner_class() -> Any:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-    from moefuse.ops.spread import without_results
-
     class Partitioner(CustomPartitionerFn):
         """The user's partitioner or Inductor's own, and the order behind it."""
 
@@ -167,7 +171,8 @@ def _partitioner_class() -> Any:
         def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             forward, backward = (self._users or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
             objects_last(forward, backward, kwargs["num_fwd_outputs"])
-            without_results(backward)
+            for change in _BACKWARD:
+                change(backward)
             return forward, backward
 
         def uuid(self) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse._torch_private import never_dead
+from moefuse._torch_private import in_backward, never_dead
 from moefuse.ops import autograd, experts
 from moefuse.ops.autograd import below_autograd, in_parts, not_differentiable, not_recorded, ops
 from moefuse.ops.meaning.call import Body, ExpertsCall, cut, stacks
@@ -171,6 +171,7 @@ def differentiated(call: ExpertsCall, how: tuple[Any, ...], recompute: bool) -> 
     return _Spread.apply(how, recompute, counts, tuple(body), dtype, *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
 
+in_backward(without_results)
 for _name in SPREAD:
     never_dead(getattr(ops, _name).default)
     never_dead(getattr(ops, f"{_name}_compiled").default)

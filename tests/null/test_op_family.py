@@ -104,7 +104,7 @@ AGAIN = ("recomputed_experts",)
 UNSEEN: dict[str, dict[tuple[str, ...], str]] = {
     "recompute": {
         ("permute",): "a note says so: they are grouped products around the program's own operations",
-        TRAVELS: "a note says so: `moefuse.parallelize(..., bound=)` is for that",
+        ("bounded_experts", "ep_dispatch"): "a note says so: `moefuse.parallelize(..., bound=)` is for that",
     },
     "kernels of training": {
         (*AGAIN, *TRAVELS): "made of ops that are asked by themselves, or of what passed before tokens travelled",

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from moefuse.kernels.triton.host.plan import Plan, launch_all
-from moefuse.kernels.triton.host.plan_tiles import sent_sum, sum_beside
+from moefuse.kernels.triton.host.plan_tiles import sent_sum
+from moefuse.kernels.triton.launch.beside import Beside
 from moefuse.kernels.triton.launch.launch import Launch
 from moefuse.ops.meaning.call import ExpertsCall
 
@@ -38,7 +39,8 @@ def takes(plan: Plan) -> bool:
 
 
 def run(
-    plan: Plan, call: ExpertsCall, own: Part, come: Iterable[Part], leave: Sequence[Part], back: Callable[[], None], programs: int,
+    plan: Plan, call: ExpertsCall, own: Part, come: Iterable[Part], leave: Sequence[Part], beside: Beside,
+    back: Callable[[], None], programs: int,
 ) -> None:  # fmt: skip
     """Sums of ``own`` and of ``leave``.
 
@@ -57,11 +59,14 @@ def run(
     for part in come:
         _some(plan, plan.by_token["spread"], tensors, part)
     launch_all(plan.steps[first + 1 : last], tensors)
+    # What leaves is launched first, and where the products were: a second stream would begin some microseconds later.
+    beside.fork()
     for part in leave:
         _launch(plan, sent_sum(plan, part.tokens.stop - part.tokens.start, programs), tensors, part)
-    if own.x.shape[0]:
-        _launch(plan, sum_beside(plan, own.x.shape[0]), tensors, own)
     back()
+    with beside:
+        _some(plan, plan.by_token["sum"], tensors, own)
+    beside.meet()
 
 
 def _some(plan: Plan, it: Launch, tensors: Mapping[str, Tensor], part: Part) -> None:

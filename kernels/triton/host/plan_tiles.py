@@ -10,7 +10,7 @@ import torch
 from moefuse.kernels.triton.device import combine, gemm, routing
 from moefuse.kernels.triton.device.structs import Form, Tiling
 from moefuse.kernels.triton.host import plan_specialised
-from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, TILE_FIELDS, UNROLLED, precision_of, rows_descriptor, starts_early
+from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, TILE_FIELDS, UNROLLED, precision_of, rows_descriptor
 from moefuse.kernels.triton.host.operands import is_apart
 from moefuse.kernels.triton.host.planned import Planned
 from moefuse.kernels.triton.launch.descriptors import Described
@@ -234,15 +234,7 @@ def build_sum(plan: Planned, in_order: bool) -> None:
 
 def sent_sum(plan: Planned, tokens: int, programs: int) -> Launch:
     """The sum of some tokens of rows in order, by so many programs or twice as many, to a place that is far."""
-    numbers = {**_of_sum(plan), "PDL": starts_early(plan.device), "T": tokens}
-    return plan.made(combine.send_sums, *_sum(plan, min(tokens, programs), True), **numbers)
-
-
-def sum_beside(plan: Planned, tokens: int) -> Launch:
-    """The sum of some tokens of rows in order, as soon as all programs of :func:`sent_sum` run."""
-    grid, warps, arrays = _sum(plan, tokens, True)
-    numbers = {**_of_sum(plan), "PDL": starts_early(plan.device), "SORTED": True, "BESIDE": True}
-    return plan.made(combine.combine_slots, grid, warps, arrays, starts_early(plan.device), **numbers)
+    return plan.made(combine.send_sums, *_sum(plan, min(tokens, programs), True), **_of_sum(plan), T=tokens)
 
 
 def _sum(plan: Planned, rows: int, in_order: bool) -> tuple[Any, ...]:

@@ -120,16 +120,10 @@ class Planned:
         return made
 
     def made(
-        self,
-        kernel: Any,
-        grid: Sequence[int],
-        part: Tiles | Vectors | int,
-        arrays: Mapping[str, str | Described],
-        pdl: bool | None = None,
-        **numbers: Any,
+        self, kernel: Any, grid: Sequence[int], part: Tiles | Vectors | int, arrays: Mapping[str, str | Described], **numbers: Any
     ) -> Launch:
-        """A launch that is no step yet; ``pdl``: other than of the plan."""
+        """A launch that is no step yet."""
         options = {"num_warps": part} if isinstance(part, int) else {"num_warps": part.warps, "num_stages": max(part.stages, 1)}
-        if self.pdl if pdl is None else pdl:
+        if self.pdl:
             options["launch_pdl"] = True
         return Launch(kernel, grid, arrays, numbers, **options)

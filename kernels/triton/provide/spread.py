@@ -114,10 +114,9 @@ def experts(call: ExpertsCall, place: Tensor | None, slots: int, small: tuple[Sh
     every = call._replace(x=wire.rows[wire.come.rank], ids=local, weights=weights)
     plan = kernels.plan_of(every) if call.held == call.dtype else None
     if isinstance(plan, Plan) and arriving.takes(plan):
-        own = _in_parts(plan, call, every, wire, copies)
+        own = _in_parts(plan, call, every, wire, beside, copies)
     else:
-        own = _in_order(call, every, wire, copies)
-    beside.meet()
+        own = _in_order(call, every, wire, beside, copies)
     return symm.take_sums((own,), to, wire.at, wire.back, apart=True)[0]
 
 
@@ -159,7 +158,7 @@ def travel(x: Tensor, wire: Wire, beside: Beside, to: Tensor | None = None, wait
                 copy(wire.came[r][place : place + 1], wire.one)
 
 
-def _in_parts(plan: Plan, call: ExpertsCall, every: ExpertsCall, wire: Wire, copies: bool) -> Tensor:
+def _in_parts(plan: Plan, call: ExpertsCall, every: ExpertsCall, wire: Wire, beside: Beside, copies: bool) -> Tensor:
     """The sums of own tokens, and those of others where they belong."""
     most, rank = wire.come.most, wire.come.rank
     own = call.x.new_empty((call.x.shape[0], call.w_out.features), dtype=call.out_dtype)
@@ -169,13 +168,14 @@ def _in_parts(plan: Plan, call: ExpertsCall, every: ExpertsCall, wire: Wire, cop
         Part(slice(rank * most, rank * most + call.x.shape[0]), call.x, own),
         (Part(part, every.x[part]) for part in wire.coming(copies)),
         [Part(slice(r * most, (r + 1) * most), every.x, wire.block(wire.sums[0][r], rank)) for r in wire.others],
+        beside,
         back=lambda: symm.passed(wire.at, wire.back),
         programs=symm.PROGRAMS * device_of(call.device).sms,
     )
     return own
 
 
-def _in_order(call: ExpertsCall, every: ExpertsCall, wire: Wire, copies: bool) -> Tensor:
+def _in_order(call: ExpertsCall, every: ExpertsCall, wire: Wire, beside: Beside, copies: bool) -> Tensor:
     """The same by whatever computes the call."""
     rank = wire.come.rank
     x = torch.empty_like(every.x)
@@ -186,4 +186,5 @@ def _in_order(call: ExpertsCall, every: ExpertsCall, wire: Wire, copies: bool) -
     for r in wire.others:
         copy(wire.block(wire.sums[0][r], rank), wire.block(y, r))
     symm.passed(wire.at, wire.back)
+    beside.meet()
     return wire.block(y, rank)
