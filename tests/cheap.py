@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,3 +27,51 @@ def without_code(gm: torch.fx.GraphModule, inputs: Sequence[object], *_: object)
     from moefuse import _torch_private
 
     return _torch_private.compile_front(gm, inputs)
+
+
+def cheaper_interpreter() -> None:
+    """Triton's interpreter does much again and again that has one result: two thirds of its time."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+        _replaced_once()
+        _types_once()
+
+
+def _replaced_once() -> None:
+    """What the interpreter replaces in Triton's language is looked for at a launch, and not at every call of a function in it."""
+    from triton.runtime import interpreter
+
+    replace, replaced = interpreter._patch_lang, set()
+
+    class Scope(interpreter._LangPatchScope):  # type: ignore[misc]
+        def restore(self) -> None:
+            """At the end of a launch, and only there."""
+            super().restore()
+            replaced.clear()
+
+    def once(fn: Any) -> Any:
+        module = fn.__globals__["__name__"]
+        if module in replaced:
+            return None
+        replaced.add(module)
+        return replace(fn)
+
+    interpreter._LangPatchScope, interpreter._patch_lang = Scope, once
+
+
+def _types_once() -> None:
+    """Types of elements are found by their names, and nobody asks for the type of a shape."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    of_element, of_values, numbers, known = interpreter._get_np_dtype, core._type_for_tuple_values, core.tuple_type([]), {}
+
+    def element(type_: Any) -> Any:
+        scalar = type_.scalar
+        if scalar.name not in known:
+            known[scalar.name] = of_element(scalar)
+        return known[scalar.name]
+
+    def values_type(values: Any, fields: Any = None) -> Any:
+        return numbers if fields is None and all(type(v) in (int, core.constexpr) for v in values) else of_values(values, fields)
+
+    interpreter._get_np_dtype, core._type_for_tuple_values = element, values_type

@@ -18,7 +18,7 @@ import torch
 
 from moefuse.config import Options
 from moefuse.report.entries import Fused, Skipped
-from tests.cheap import cheaper_compiles, without_code
+from tests.cheap import cheaper_compiles, cheaper_interpreter, without_code
 
 _Case = TypeVar("_Case")
 
@@ -33,6 +33,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 cheaper_compiles()
+cheaper_interpreter()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
