@@ -230,10 +230,18 @@ def _dense() -> Iterator[None]:
         yield
 
 
-def table(rows: Sequence[Any], keep: Callable[[By], bool] = lambda by: True, dtypes: int = 1, grad: bool = False, few: bool = False) -> Any:
+def table(
+    rows: Sequence[Any],
+    keep: Callable[[By], bool] = lambda by: True,
+    dtypes: int = 1,
+    grad: bool = False,
+    few: bool = False,
+    in_turn: bool = False,
+) -> Any:
     """A test of each row by each who takes it, in the first ``dtypes`` of its dtypes: ``(by, row, dtype)``.
 
     On a GPU half as many, for each is compiled. ``few``: the test has other parameters, too, so the interpreter shows fewer cases.
+    ``in_turn``: rows are a product of parts, and each is shown in one dtype: each part is in all of them.
     """
     cases = []
     for by in PROVIDERS:
@@ -243,11 +251,17 @@ def table(rows: Sequence[Any], keep: Callable[[By], bool] = lambda by: True, dty
         most = max(dtypes // 2, 1) if by.device == "cuda" else dtypes
         own = [(row, dtype) for row in taken for dtype in by.computes("codes" if getattr(row, "encoding", "") else row.op, grad)[:most]]
         own = own if by.here else own[:1]  # shown as skipped
-        shown = _spread(len(own), by.shown // (3 if few else 1)) if by.shown else {*range(len(own))}
+        each = len(own) // len(taken) if in_turn and by.here and by.device == "cpu" else 1
+        shown = _spread(len(own), by.shown // (3 if few else 1)) if by.shown else _in_turn(len(own), each)
         for i, (row, dtype) in enumerate(own):
             marks = [*by.marks(), *([] if i in shown else [pytest.mark.thorough])]
             cases.append(pytest.param(by, row, dtype, marks=marks, id=f"{by.name}-{row.name}-{str(dtype)[6:]}"))
     return pytest.mark.parametrize(("by", "row", "dtype"), cases)
+
+
+def _in_turn(count: int, each: int) -> set[int]:
+    """Of rows in ``each`` dtypes one of each row; what alternates from row to row is in all of them, too."""
+    return {row * each + (row + row // each) % each for row in range(count // each)}
 
 
 def _spread(count: int, shown: int) -> set[int]:

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.contract.providers import BF16, F32, F64, INTERPRETED, PROVIDERS, By, table
 from tests.contract.rows import IDS, WEIGHTS, Row, X
-from tests.contract.tier import TierRow
+from tests.contract.tier import TierRow, ops
 from tests.cpu.ops_case import assert_as_exact
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="unset TRITON_INTERPRET")
@@ -33,13 +33,27 @@ ROWS: list[tuple[Row | TierRow, torch.dtype]] = [
 ]
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.every_value
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize(("row", "dtype"), [pytest.param(*case, id=case[0].name) for case in ROWS])
 def test_opcheck(row: Row | TierRow, dtype: torch.dtype, grad: bool) -> None:
     it = row.drawn(PORTABLE, dtype)
     op, options = it.call
     op = getattr(op, "default", op)
     torch.library.opcheck(op, tuple(it.copied(grad=grad)), options)
+
+
+@pytest.mark.parametrize("form", ["stacked", "separate"])
+def test_opcheck_of_the_tiers_gradients(form: str) -> None:
+    """All gradients, and only some."""
+    it = TierRow("linear", "its rows, offsets, weights and biases", "linear", form=form).drawn(PORTABLE, F64)
+    xs, offsets, w, b = it.args
+    ys, check = it.run(it.args), torch.library.opcheck
+    for needs in ([True, True, True], [False, True, False]):
+        check(ops.grouped_linear_backward.default, (ys, xs, offsets, w, b, needs))
+    check(ops.expert_rows_backward.default, (ys, b, offsets))
+    ys, weights, order, offsets, top_k, _ = TierRow("combine", "its slots", "combine").drawn(PORTABLE, F64).args
+    check(ops.combine_backward.default, (ys.new_ones(len(weights), ys.shape[1]), ys, weights, order, offsets, top_k, [True, True]))
 
 
 @table([row for row, _ in ROWS if isinstance(row, Row)], lambda by: by.name in ("portable", "c++"))

@@ -22,6 +22,7 @@ TINY = {"tokens": 3, "hidden": 6, "inter": 4, "hidden_out": 7}
 APART = Row("apart", "gate and up are projections of their own", {"gating": "separate"})
 ON_INPUT = Row("apart-on-input", "routing weights in front", {"gating": "separate", "weight_on_input": True})
 WITH_TERMS, WITH_CODES = Row("terms", "factors, too", rank=3), Row("codes", "packed weights", encodings=("fp8 blocks", "", "nibbles"))
+BODY = TierRow("body", "all ops of the tier", "body")
 
 
 def check(by: By, row: Row | TierRow, dtype: torch.dtype, **more: object) -> None:
@@ -35,12 +36,12 @@ def check(by: By, row: Row | TierRow, dtype: torch.dtype, **more: object) -> Non
     gradients_right(by, ours, it)
 
 
-@table(BODIES, dtypes=2, grad=True)
+@table(BODIES, dtypes=2, grad=True, in_turn=True)
 def test_every_body(by: By, row: Row, dtype: torch.dtype) -> None:
     check(by, row, dtype, **(TINY if by.interpreted else {}))
 
 
-@table(STORED, dtypes=4, grad=True)
+@table(STORED, dtypes=4, grad=True, in_turn=True)
 def test_every_storage(by: By, row: Row, dtype: torch.dtype) -> None:
     check(by, row, dtype)
 
@@ -82,8 +83,13 @@ def test_weights_in_few_bits(by: By, row: Row, dtype: torch.dtype) -> None:
     check(by, row, dtype)
 
 
-@table(ALONE + WHOLE + PACKED, dtypes=2, grad=True)
+@table(ALONE + PACKED, dtypes=2, grad=True)
 def test_the_tier(by: By, row: TierRow, dtype: torch.dtype) -> None:
+    check(by, row, dtype)
+
+
+@table(WHOLE, dtypes=2, grad=True)
+def test_the_tier_together(by: By, row: TierRow, dtype: torch.dtype) -> None:
     check(by, row, dtype)
 
 
@@ -106,6 +112,7 @@ def test_wider_than_the_rows(by: By, row: Row, dtype: torch.dtype) -> None:
         assert float((g != g.to(narrow).float())[g != 0].double().mean()) > 0.5
 
 
+@pytest.mark.every_value
 @table(BODIES[::2], lambda by: by.device == "cpu", grad=True, few=True)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_a_gradient_that_is_not_finite(by: By, row: Row, dtype: torch.dtype, value: float) -> None:
@@ -119,8 +126,7 @@ def test_a_gradient_that_is_not_finite(by: By, row: Row, dtype: torch.dtype, val
     assert_equally_finite(ours, oracle_grads(out, it.leaves(same), not_finite(out.detach(), value)), rtol=1e-4, atol=1e-5)
 
 
-@table([APART, ON_INPUT, WITH_TERMS, WITH_CODES, TierRow("body", "all ops of the tier", "body")],
-       lambda by: by.device == "cpu", grad=True)  # fmt: skip
+@table([APART, ON_INPUT, WITH_TERMS, WITH_CODES, BODY], lambda by: by.device == "cpu", grad=True)
 def test_only_what_is_asked_for(by: By, row: Row, dtype: torch.dtype) -> None:
     """Each input alone gets the gradient that it gets with the others, to the bit, and the others get none."""
     it = row.drawn(by, dtype, **(TINY if by.interpreted else {}))
@@ -135,8 +141,8 @@ def test_only_what_is_asked_for(by: By, row: Row, dtype: torch.dtype) -> None:
             assert torch.equal(one, expected), i
 
 
-@table([PLAIN, APART, ON_INPUT, WITH_TERMS], lambda by: F64 in by.computes("terms", True) and not by.interpreted, grad=True)
-def test_gradcheck(by: By, row: Row, dtype: torch.dtype) -> None:
+@table([PLAIN, APART, ON_INPUT, WITH_TERMS, BODY], lambda by: F64 in by.computes("terms", True) and not by.interpreted, grad=True)
+def test_gradcheck(by: By, row: Row | TierRow, dtype: torch.dtype) -> None:
     it = row.drawn(by, F64, tokens=3, hidden=3, inter=2, hidden_out=2)
     args = it.copied(grad=True)
 

@@ -27,12 +27,12 @@ def check(by: By, row: Any, dtype: torch.dtype, **more: Any) -> None:
     right(by, out, it.meaning(it.args), it.meaning(it.copied(F64)), dtype)
 
 
-@table(BODIES, dtypes=3)
+@table(BODIES, dtypes=3, in_turn=True)
 def test_every_body(by: By, row: Row, dtype: torch.dtype) -> None:
     check(by, row, dtype, **(TINY if by.interpreted else {}))
 
 
-@table(STORED, dtypes=4)
+@table(STORED, dtypes=4, in_turn=True)
 def test_every_storage(by: By, row: Row, dtype: torch.dtype) -> None:
     check(by, row, dtype)
 

@@ -24,20 +24,20 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tens
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def _ids(tokens: int, top_k: int, low: int, high: int) -> Tensor:
+def ids_of(tokens: int, top_k: int, low: int, high: int) -> Tensor:
     return torch.randint(low, high, (tokens, top_k), generator=torch.Generator().manual_seed(0))
 
 
 ROUTINGS = {
-    "some-ids-out-of-range": _ids(5, 2, -1, 5),
-    "no-tokens": _ids(0, 2, 0, 4),
-    "one-slot": _ids(1, 1, 0, 4),
-    "all-to-one-expert": _ids(7, 3, 2, 3),
-    "no-valid-id": _ids(4, 2, -3, 0),
-    "many-rows-int8": _ids(90, 3, -1, 5).to(torch.int8),
-    "transposed": _ids(2, 30, -1, 5).t(),
-    "expanded": _ids(30, 1, 0, 9).expand(-1, 3),
-    "uint8": _ids(30, 2, 0, 250).to(torch.uint8),
+    "some-ids-out-of-range": ids_of(5, 2, -1, 5),
+    "no-tokens": ids_of(0, 2, 0, 4),
+    "one-slot": ids_of(1, 1, 0, 4),
+    "all-to-one-expert": ids_of(7, 3, 2, 3),
+    "no-valid-id": ids_of(4, 2, -3, 0),
+    "many-rows-int8": ids_of(90, 3, -1, 5).to(torch.int8),
+    "transposed": ids_of(2, 30, -1, 5).t(),
+    "expanded": ids_of(30, 1, 0, 9).expand(-1, 3),
+    "uint8": ids_of(30, 2, 0, 250).to(torch.uint8),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moefuse.runtime import grouped, providers
-from tests.cpu.test_ops_grouped import ops
+from tests.contract.tier import ops
 
 pytestmark = pytest.mark.gpu
 

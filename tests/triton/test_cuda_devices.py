@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
 from moefuse.passes.lower.devices import unsupported
+from tests.contract.tier import EXPERTS, draw, ids_of, ops
 from tests.cpu.lora_case import SCALES, arguments as lora_arguments
 from tests.cpu.ops_case import Case
-from tests.cpu.test_ops_grouped import EXPERTS, body_args, draw_ids, ops
 
 
 def called(op: Any, args: list[Any], dtype: torch.dtype = torch.bfloat16, requires_grad: bool = False, **options: Any) -> list[Node]:
@@ -35,15 +35,15 @@ def called(op: Any, args: list[Any], dtype: torch.dtype = torch.bfloat16, requir
 
 def calls() -> dict[str, list[Any]]:
     """Arguments of every public op."""
-    x, ids, weights, w, b, *_ = body_args(5)
+    x, ids, weights, w, b = draw(5, 3), ids_of(5, 2, -1, 5), draw(5, 2), [draw(EXPERTS, 5, 3)], [draw(EXPERTS, 5)]
     order, offsets = torch.arange(10), torch.arange(EXPERTS + 1)
     return {
         "experts": Case().args(),
         "experts_extended": lora_arguments("merged", torch.float64, torch.float64),
         "permute": [x, ids, EXPERTS],
-        "grouped_linear": [draw_ids(10, 3, 0, 2).double(), offsets, w, b],
+        "grouped_linear": [draw(10, 3), offsets, w, b],
         "expert_rows": [b, offsets, 10],
-        "combine": [draw_ids(10, 3, 0, 2).double(), weights, order, offsets, 2, None],
+        "combine": [draw(10, 3), weights, order, offsets, 2, None],
     }
 
 

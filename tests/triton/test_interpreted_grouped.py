@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 from moefuse.runtime import grouped
-from tests.cpu.test_ops_grouped import EXPERTS, ROUTINGS, body, body_args, body_leaves, draw, draw_ids, loop_body, ops
+from tests.contract.tier import EXPERTS, ROUTINGS, draw, ids_of, ops
 from tests.triton.interpreted_case import TIER, interpreted
 
 pytestmark = [
@@ -63,13 +62,13 @@ def test_ids_of_any_kind(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sorted_rows, "SORT_AT_ONCE", at_once)
     x = draw(300, 2)
-    for ids in (draw_ids(2, 300, -1, 5).t(), draw_ids(300, 1, 0, 9).expand(-1, 3), draw_ids(300, 2, 0, 250).to(torch.uint8)):
+    for ids in (ids_of(2, 300, -1, 5).t(), ids_of(300, 1, 0, 9).expand(-1, 3), ids_of(300, 2, 0, 250).to(torch.uint8)):
         assert all(torch.equal(a, b) for a, b in zip(ops.permute(x, ids, 5), grouped.permute(x, ids, 5), strict=True))
 
 
 def test_only_what_is_asked_for() -> None:
     w, b = lists("stacked", 5, 3, torch.float32)
-    xs, _, offsets = ops.permute(draw(5, 3, dtype=torch.float32), draw_ids(5, 2, -1, 5), EXPERTS)
+    xs, _, offsets = ops.permute(draw(5, 3, dtype=torch.float32), ids_of(5, 2, -1, 5), EXPERTS)
     grad = draw(10, 5, dtype=torch.float32)
     every = ops.grouped_linear_backward(grad, xs, offsets, w, b, [True, True, True])
     for i in range(3):
@@ -96,7 +95,7 @@ def test_forms_of_a_tile(flags: dict[str, Any], form: str, monkeypatch: pytest.M
     monkeypatch.setattr(linear, "linear_sizes", lambda *a: Tiles(16, 16, 4, 1, 2, **flags))
     for out, inp in ((20, 28), (48, 32)):
         w, b = lists(form, out, inp, torch.float32)
-        xs, _, offsets = ops.permute(draw(60, inp, dtype=torch.float32), draw_ids(60, 2, -1, 5), EXPERTS)
+        xs, _, offsets = ops.permute(draw(60, inp, dtype=torch.float32), ids_of(60, 2, -1, 5), EXPERTS)
         own = grouped.grouped_linear(xs, offsets, w, b)
         near(ops.grouped_linear(xs, offsets, w, b), grouped.grouped_linear(xs.double(), offsets, wide(w), wide(b)), own)
         grad = draw(120, out, dtype=torch.float32)
@@ -107,7 +106,7 @@ def test_forms_of_a_tile(flags: dict[str, Any], form: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("ids", ROUTINGS)
+@pytest.mark.parametrize("ids", ROUTINGS.values(), ids=ROUTINGS)
 def test_gradients_of_weights_by_descriptors(ids: Tensor, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the next expert and dead ones, all NaN, are seen by no descriptor; rows with gaps, sizes that are no multiples of a tile."""
     from moefuse.kernels.triton.host import wgrad
@@ -127,20 +126,3 @@ def test_gradients_of_weights_by_descriptors(ids: Tensor, form: str, monkeypatch
             want = grouped.grouped_linear_backward(grad, xs, offsets, w, [], [False, True, False])
             got = ops.grouped_linear_backward(grad, xs, offsets, w, [], [False, True, False])
             torch.testing.assert_close(got, want, equal_nan=True)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(tokens=st.integers(0, 30), top_k=st.integers(1, 4), dtype=st.sampled_from([torch.float32, torch.float64]), seed=st.integers(0, 99))
-def test_a_custom_body_equals_the_loop_with_its_gradients(tokens: int, top_k: int, dtype: torch.dtype, seed: int) -> None:
-    """All ops together through autograd, against a loop over experts in double precision."""
-    args = body_args(tokens, dtype, seed, top_k)
-    exact = body_args(tokens, torch.float64, seed, top_k)
-    out, want = body(*args), loop_body(*exact)
-    tolerance: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4} if dtype == torch.float32 else {}
-    torch.testing.assert_close(out.double(), want, **tolerance)
-    pull = draw(*out.shape, seed=7)
-    ours = torch.autograd.grad(out, body_leaves(args), pull.to(dtype))
-    theirs = torch.autograd.grad(want, body_leaves(exact), pull, allow_unused=True)
-    for a, b, p in zip(ours, theirs, body_leaves(args), strict=True):
-        torch.testing.assert_close(a.double(), torch.zeros_like(a, dtype=torch.float64) if b is None else b, **tolerance)
-        assert a.stride() == p.stride()
