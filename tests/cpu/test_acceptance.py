@@ -91,7 +91,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo", "no_code")
 def test_a_compiled_model_is_the_same_model(tmp_path: Path) -> None:
     """Keys, saved files, identity and addresses of parameters: as before it was compiled and called."""
     model = tiny.build("qwen3_moe")

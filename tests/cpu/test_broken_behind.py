@@ -110,6 +110,7 @@ def stepping(layer: nn.Module, behind: Callable[[Tensor], None]) -> Callable[[Te
     return step
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("behind", [backward, broken])
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_step_that_breaks_behind_the_layer(twice: bool, behind: Callable[[Tensor], None]) -> None:

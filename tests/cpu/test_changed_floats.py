@@ -17,10 +17,10 @@ from tests.programs.effects.floats import Floating, Layer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-BACK = (1.0, 0.7, 0.3, 1.9, 0.7, 1.0)
+BACK = (1.0, 0.7, 0.3, 0.7)
 
 
-@pytest.mark.parametrize(("spelling", "grad"), [("loop", True), ("masked", False), ("slots", False)])
+@pytest.mark.parametrize(("spelling", "grad"), [("loop", True), ("masked", False)])
 def test_a_limit_that_is_in_a_product_too(spelling: str, grad: bool) -> None:
     """torch's cache would give what was compiled for the second value to the third, and forget to ask for it."""
     assert floats.wrong(Floating(spelling, "clamp and product", "nothing", grad, BACK)) == []

@@ -47,7 +47,7 @@ def test_adapters_that_are_switched_and_merged(where: str) -> None:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo", "no_code")
 @pytest.mark.parametrize("where", TARGETS)
 def test_gradients_of_adapters(where: str) -> None:
     model, x = adapted(TARGETS[where]), batches()[0]

@@ -50,6 +50,7 @@ def gradients(run: Callable[..., Tensor], model: nn.Module, kind: str, number: i
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.code_once
 @pytest.mark.parametrize(
     "kinds", [("itself",), ("a view",), ("NumPy's",), ("apart", "data"), ("apart", "NumPy's", "DLPack's")], ids=" then ".join
 )
