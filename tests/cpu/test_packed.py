@@ -40,8 +40,8 @@ from tests.programs.packed import (
 
 FOREIGN = "multiplies them, and is an operator that moefuse cannot look into"
 UNREAD = "is the first operation on them that moefuse cannot read"
-AT_ONCE = "fused, all 8 would be at once; they are not multiplied as they are, for on cpu no kernel is quicker than to unpack them in turn"
-ONE_BY_ONE = "the program unpacks them one by one; fused, all 8 would be for every call"
+AT_ONCE = "fused, all 5 would be at once; they are not multiplied as they are, for on cpu no kernel is quicker than to unpack them in turn"
+ONE_BY_ONE = "the program unpacks them one by one; fused, all 5 would be for every call"
 
 
 @pytest.fixture(autouse=True)
@@ -162,13 +162,13 @@ def test_each_layer_is_told_beside_others() -> None:
 
 
 def test_weights_that_are_assigned_are_unpacked_too() -> None:
-    """A write is no argument: the weight seemed to come from nowhere, and all eight were unpacked for the six slots of three tokens."""
-    assert ONE_BY_ONE in refused(Assigned(tokens=3)).message
-    assert AT_ONCE in refused(Assigned(tokens=4)).message
+    """A write is no argument: the weight seemed to come from nowhere, and all five were unpacked for the four slots of two tokens."""
+    assert ONE_BY_ONE in refused(Assigned(tokens=2)).message
+    assert AT_ONCE in refused(Assigned(tokens=3)).message
 
 
 def test_a_loop_over_hit_experts_unpacks_those_alone() -> None:
-    """With ten slots for eight experts one may still have all of them. A loop over all experts unpacks them in turn: one is in memory."""
+    """With ten slots for five experts one may still have all of them. A loop over all experts unpacks them in turn: one is in memory."""
     report = report_of(Hit("channel"), torch.randn(5, packed.H), captured=True)
     assert report.fused == []
     assert {s.code for s in report.skipped} == {"encoding-unknown"}
@@ -182,7 +182,7 @@ def test_a_loop_whose_backward_wants_every_weight_anyway_is_fused() -> None:
 
 
 @pytest.mark.code_once
-@pytest.mark.parametrize("tokens", [3, 4])
+@pytest.mark.parametrize("tokens", [2, 3])
 def test_codes_that_a_caller_gives(tokens: int) -> None:
     """Quantised weights are not only the model's own tensors: all experts were unpacked at once for a single token, in silence."""
 

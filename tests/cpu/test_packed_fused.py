@@ -70,9 +70,9 @@ class Compiled:
 @pytest.mark.parametrize("hit", [False, True], ids=["each", "hit"])
 @pytest.mark.parametrize("spelling", FEW_BITS)
 def test_what_is_stored_is_multiplied(spelling: str, hit: bool) -> None:
-    """Three tokens have six slots for eight experts; a loop over hit experts unpacks those alone, however many tokens there are."""
+    """Two tokens have four slots for five experts; a loop over hit experts unpacks those alone, however many tokens there are."""
     compiled = Compiled(Gated(spelling, hit=hit), captured=hit)
-    compiled.check(torch.randn(11 if hit else 3, packed.H))
+    compiled.check(torch.randn(11 if hit else 2, packed.H))
     assert [f.spec.encoding != "" for f in compiled.report.fused] == [True], str(compiled.report)
     assert len(compiled.ops) == 1
 
@@ -80,7 +80,7 @@ def test_what_is_stored_is_multiplied(spelling: str, hit: bool) -> None:
 def test_nothing_is_unpacked_beside_the_op() -> None:
     """What the program unpacked is read by nobody any more."""
     compiled = Compiled(Gated("nibbles"))
-    compiled.check(torch.randn(3, packed.H))
+    compiled.check(torch.randn(2, packed.H))
     (gm,) = compiled.graphs
     gm.graph.eliminate_dead_code()
     assert not [n for n in gm.graph.nodes if getattr(n.target, "__name__", str(n.target)) in ("and_", "bitwise_and", "rshift", "stack")]
@@ -90,7 +90,7 @@ def test_storage_is_live() -> None:
     """Requantised weights are followed by the graph that is there."""
     model = Gated("nibbles")
     compiled = Compiled(model)
-    x = torch.randn(3, packed.H)
+    x = torch.randn(2, packed.H)
     before = compiled.check(x)
     model.gate.parts[0].data.add_(3)
     model.down.parts[1].data.mul_(2)
@@ -105,7 +105,7 @@ def test_gradients_of_tokens(spelling: str) -> None:
     model = Gated(spelling)
     compiled = torch.compile(model, backend="moefuse", dynamic=False)
     found = []
-    x = torch.randn(3, packed.H, requires_grad=True)
+    x = torch.randn(2, packed.H, requires_grad=True)
     for run in (compiled, model):
         out = run(x)
         found.append((out, *torch.autograd.grad(out.square().sum(), (x, model.router.weight))))
@@ -140,7 +140,7 @@ def test_what_scales_are_computed_of(way: str) -> None:
     """The program computes them, as before, and the op reads them; changes of what they are made of are followed."""
     model = Computed(way)
     compiled = Compiled(model)
-    x = torch.randn(3, packed.H)
+    x = torch.randn(2, packed.H)
     before = compiled.check(x)
     assert len(compiled.ops) == 1, str(compiled.report)
     model.up.parts[1].data.mul_(2)
@@ -176,14 +176,14 @@ class Near(Gated):
 def test_near_misses_stay(near: str) -> None:
     """They are no encoding: unpacked by the program as before, and told."""
     compiled = Compiled(Near(near))
-    compiled.check(torch.randn(3, packed.H))
+    compiled.check(torch.randn(2, packed.H))
     assert not compiled.ops
     assert [s.code for s in compiled.report.skipped] == ["encoding-unknown"], str(compiled.report)
 
 
 def test_the_option_leaves_them_alone() -> None:
     compiled = Compiled(Gated("channel"), options=Options(quantised="off"))
-    compiled.check(torch.randn(3, packed.H))
+    compiled.check(torch.randn(2, packed.H))
     assert not compiled.ops
     assert "`quantised` is off" in compiled.report.skipped[0].message
 
@@ -193,7 +193,7 @@ def test_scales_that_are_trained_are_left_alone() -> None:
     model = Gated("channel")
     model.up.parts[1].requires_grad_()
     compiled = Compiled(model)
-    out = compiled.run(torch.randn(3, packed.H))
+    out = compiled.run(torch.randn(2, packed.H))
     out.sum().backward()
     assert model.up.parts[1].grad is not None
     assert not compiled.ops
@@ -209,7 +209,7 @@ def test_codes_in_one_buffer_are_left_alone() -> None:
     for layer, part in zip(layers, flat.view(3, packed.E, packed.H, packed.H), strict=True):
         layer.parts[0] = nn.Parameter(part, requires_grad=False)
     compiled = Compiled(model)
-    x = torch.randn(3, packed.H)
+    x = torch.randn(2, packed.H)
     compiled.check(x)
     assert not compiled.ops
     assert "lies in the memory of another input" in compiled.report.skipped[0].message

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-H, E, K, G = 16, 8, 2, 8
+H, E, K, G = 16, 5, 2, 8
 LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -224,7 +224,7 @@ class Pruned(nn.Module):
         self.kept = nn.ParameterList(nn.Parameter(torch.randint(2, (H, H), dtype=torch.uint8), requires_grad=False) for _ in range(E))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x[:3]
+        x = x[:2]
         weights, ids = torch.topk(self.gate(x).softmax(-1), K, dim=-1)
         out = torch.zeros_like(x)
         for e in range(E):
