@@ -31,7 +31,7 @@ from tests.programs.own_products import (
     kind,
 )
 
-EXAMPLES = 8 if settings().max_examples < 100 else 400
+EXAMPLES = 5 if settings().max_examples < 100 else 400
 SIZES = (1.0, 1e12, 1e-9)
 
 
