@@ -150,7 +150,7 @@ report = moefuse.last_report()
 assert len(report.fused) == 1 and not report.skipped, report
 assert report.fused[0].error is not None, report
 """
-    forked.printed("import torch, moefuse", [FIRST_RUN.format(grad=False), FIRST_RUN.format(grad=True), of_the_page])
+    forked.printed("import torch._inductor.compile_fx, moefuse", [FIRST_RUN.format(grad=False), FIRST_RUN.format(grad=True), of_the_page])
 
 
 def test_strict_works_under_inductor_too(stub_driver: StubDriver) -> None:
