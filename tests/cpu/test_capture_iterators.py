@@ -13,7 +13,7 @@ from tests.cpu.capture_case import Seen, capturing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-E, H = 4, 8
+E, H = 3, 8
 
 
 def _each(count: int) -> Iterator[int]:

@@ -23,7 +23,7 @@ from tests.cpu.test_nothing_found import compiled, messages
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
 
-E, K, H, I, T = 4, 2, 16, 24, 12  # noqa: E741  (the letters of moefuse.spec)
+E, K, H, I, T = 3, 2, 16, 24, 12  # noqa: E741  (the letters of moefuse.spec)
 
 
 class Expert(nn.Module):

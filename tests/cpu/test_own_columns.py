@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.programs.check import check_read
 
-E, H, WIDTH = 4, 12, 20
+E, H, WIDTH = 3, 12, 20
 COLUMNS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "sliced": lambda p, at, i: p[at][:, i : i + 1],
     "picked": lambda p, at, i: p[at][:, i].unsqueeze(-1),

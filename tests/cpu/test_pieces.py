@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moefuse.config import Options
 from tests.programs.check import check_exact
 
-E, H, N = 4, 12, 6
+E, H, N = 3, 12, 6
 Cut = Callable[[Tensor], tuple[Tensor, ...]]
 
 CUTS: dict[str, Cut] = {

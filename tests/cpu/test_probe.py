@@ -21,7 +21,7 @@ from moefuse.passes.match.lift import lift
 from moefuse.passes.prove import surroundings, synthetic_inputs
 from tests.cpu.test_verify import Light
 
-E, K, H = 4, 2, 8
+E, K, H = 3, 2, 8
 
 
 class Loop(nn.Module):

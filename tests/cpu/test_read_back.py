@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.programs.check import check_read
 
-E, H, WIDTH = 4, 12, 20
+E, H, WIDTH = 3, 12, 20
 BASES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "clone": lambda layer, x: x.clone(),
     "times one": lambda layer, x: x * 1,

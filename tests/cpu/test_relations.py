@@ -17,7 +17,7 @@ from tests.cpu.capture_case import Seen, capturing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-T, H, I, E, K = 8, 16, 12, 4, 2  # noqa: E741  (the letters of moefuse.spec)
+T, H, I, E, K = 8, 16, 12, 3, 2  # noqa: E741  (the letters of moefuse.spec)
 
 Pair = tuple[Tensor, Tensor]
 
