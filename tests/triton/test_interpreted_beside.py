@@ -6,7 +6,7 @@ Ranks are threads of which one runs at a time, from barrier to barrier.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -166,18 +166,18 @@ def test_equal_to_one_process(counts: list[int], experts: int, on_input: bool, c
 class Trained(Layer):
     """The op as it is differentiated, on memory that the ranks share."""
 
-    def __init__(self, *how: Any, bias: bool = False, trained: bool = True) -> None:
+    def __init__(self, *how: Any, bias: bool = False, trained: Sequence[bool] = (True,) * 3) -> None:
         super().__init__(*how)
         self.biases = [torch.randn(len(self.w_out), H, generator=torch.Generator().manual_seed(5)).to(self.w_out.dtype)] if bias else []
         self.trained = trained
 
-    def step(self, rank: int, own: slice, op: Callable[..., Tensor]) -> list[Tensor]:
+    def step(self, rank: int, own: slice, op: Callable[..., Tensor], trained: bool = True) -> list[Tensor]:
         """The output, and the gradients of tokens, routing weights, and weights of experts."""
-        lists = [t.clone().requires_grad_(self.trained) for t in (self.w_in[own], self.w_out[own], *(b[own] for b in self.biases))]
+        lists = [t.clone().requires_grad_(trained) for t in (self.w_in[own], self.w_out[own], *(b[own] for b in self.biases))]
         x, w = (t.clone().requires_grad_() for t in (self.x[rank], self.w[rank]))
         out = op(x, self.ids[rank], w, lists[:1], [], lists[1:2], [], [], lists[2:], weight_on_input=self.on_input)
         source = torch.Generator().manual_seed(40 + rank)
-        pulled = torch.autograd.grad(out, [x, w, *(lists if self.trained else [])], torch.randn(out.shape, generator=source).to(out.dtype))
+        pulled = torch.autograd.grad(out, [x, w, *(lists if trained else [])], torch.randn(out.shape, generator=source).to(out.dtype))
         return [out.detach(), *pulled]
 
     def spread_step(self, rank: int, terms: str, recompute: bool) -> list[Tensor]:
@@ -189,7 +189,7 @@ class Trained(Layer):
             found: Tensor = torch.ops.moefuse.ep_experts.default(*data, **how, **options)
             return found
 
-        return self.step(rank, slice(rank * self.slots, (rank + 1) * self.slots), op)
+        return self.step(rank, slice(rank * self.slots, (rank + 1) * self.slots), op, self.trained[rank])
 
     def without_result(self, rank: int, terms: str) -> None:
         """Forward as it is computed again: equal routing and hidden activations, and no rows go back."""
@@ -214,9 +214,8 @@ class Trained(Layer):
         finally:
             (self.w_in, self.w_out, self.biases), (self.x, self.w) = saved, own
         summed = [sum(parts) / self.world for parts in zip(*(f[3:] for f in found), strict=True)]
-        return [
-            [*f[:3], *(t[rank * self.slots : (rank + 1) * self.slots] for t in summed)] for rank, f in enumerate(found)
-        ]  # fmt: skip
+        own_experts = [slice(rank * self.slots, (rank + 1) * self.slots) for rank in range(self.world)]
+        return [[*f[:3], *(t[own] for t in summed if wanted)] for f, own, wanted in zip(found, own_experts, self.trained, strict=False)]
 
 
 TRAINED = {
@@ -225,7 +224,7 @@ TRAINED = {
     "three ranks, one without tokens": ([5, 0, 4], 5, False, 0.0, {}),
     "weights on the input: gradients come in order": ([6, 2], 3, True, 0.0, {}),
     "biases: gradients come in order": ([3, 4], 4, False, 0.0, {"bias": True}),
-    "nothing of the experts is trained: gradients go back in order": ([3, 4], 4, False, 0.0, {"trained": False}),
+    "nothing of the experts is trained on one rank": ([3, 4], 4, False, 0.0, {"trained": [True, False]}),
     "hidden activations computed again": ([3, 4], 4, False, 0.0, {}),
 }
 

@@ -41,7 +41,7 @@ class Wire(NamedTuple):
         come, back: rows to the ranks that have their experts, and sums to those that the tokens are from.
         rows: [P * M, H] of each rank: of the rows that come to it.
         sums: [P * M, N] of each rank, for one or several kinds of sums that come back to it.
-        came: [64] of each rank: who has told it that its rows have come.
+        came: [64] of each rank: which pieces of the others' rows have come, of each as many as ``symm.PIECES``.
         one: what tells it.
     """
 

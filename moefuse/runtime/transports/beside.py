@@ -71,8 +71,8 @@ def backward_rows(terms: Terms, call: RowsCall, handle: Sequence[Tensor]) -> lis
 
 
 def backward_in(terms: Terms, call: InCall, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor] | None:
-    """What ``moefuse::ep_backward_in`` returns; None as of :func:`layer`, or where there is nothing to hide it."""
-    if not _travels(terms, rows[0].dtype) or not call.need.h:
+    """What ``moefuse::ep_backward_in`` returns; None as of :func:`layer`. Which lists' gradients are wanted may differ between ranks."""
+    if not _travels(terms, rows[0].dtype):
         return None
     to, count = handle[1], rows[0].shape[0]
     most = count // terms.group.size

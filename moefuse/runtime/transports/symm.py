@@ -45,8 +45,8 @@ class Buffers:
     Attributes:
         bases: [P] int64, of every rank's memory.
         turn: [2] int32, transfers counted on the device.
-        flags: [4, 64] int32, what each rank says at a barrier, and 1 in the last row where what it sends beside has come; at the same place
-            in every rank's memory.
+        flags: [4, 64] int32, what each rank says at a barrier, and in the last row, eight places for each rank, 1 where a piece of what it
+            sends beside has come; at the same place in every rank's memory.
         one: [1] int32, the number.
         patience: nanoseconds that a rank waits for the others.
         older: buffers that older graphs know.
