@@ -42,14 +42,14 @@ def forward(
     rows = _sorted_as_they_come(call.x, position, it, weights if call.body.on_input else None, wire.coming(copies), wire)
     x = _kept(call.x, wire, beside)
     every = call._replace(x=x, ids=local, weights=weights)
-    h, y = training.through(every, it, rows, result)
+    by, h = training.first(every, it, rows)
     del rows
     beside.meet()  # others may send again behind the barrier
-    if y is None:
+    if result:
+        out = _summed(every, training.second(every, it, by, h), it, position, to, wire, call.x.shape[0])
+    else:
         symm.passed(wire.at, wire.back)
         out = call.x.new_empty((0, call.w_out.features), dtype=call.out_dtype)
-    else:
-        out = _summed(every, y, it, position, to, wire, call.x.shape[0])
     return [out, x, local, weights, h, order, offsets, took, to]
 
 
@@ -83,7 +83,9 @@ def backward_rows(call: RowsCall, to: Tensor, wire: Wire, scale: float) -> list[
     position = sorted_rows.inverse(it).view(call.weights.shape)
     rows = _sorted_as_they_come(call.grad, position, it, None, wire.coming(copies, waited=True), wire)
     grad = _kept(call.grad, wire, beside)
-    d_h, *others = training.rows_back(call, grad, rows)
+    d_a = training.through_last(call, rows, tokens=False)
+    del rows
+    d_h, *others = training.rows_back(call, grad, d_a)
     if call.need.products:
         others[-1] = sorted_rows.scaled(others[-1], scale)
     beside.meet()

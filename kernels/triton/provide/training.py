@@ -34,39 +34,40 @@ def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not call.ids.numel():
         return out.zero_(), torch.empty((0, call.width), dtype=x.dtype, device=x.device), order, offsets
     it = Sorted(order, offsets, call.ids.numel(), call.w_in.experts, call.top_k)
-    h, y = through(call, it)
-    if y is not None and out.numel():
+    by, h = first(call, it)
+    y = second(call, it, by, h)
+    if out.numel():
         sorted_rows.sum_slots(out, y, it, None if call.body.on_input else call.weights)
     return out, h, order, offsets
 
 
-def through(call: ExpertsCall, it: Sorted, rows: Tensor | None = None, last: bool = True) -> tuple[Tensor, Tensor | None]:
-    """h and, with ``last``, the output of each slot, in sorted rows; ``rows`` [S, H]: those of the tokens, where they are sorted."""
-    x, body, inter = call.x, call.body, call.w_out.inputs
-    by = products(x, it, body.gating, call.lists[3:], min(call.w_out.features, inter), call.w_in.weight, call.w_out.weight)
+def first(call: ExpertsCall, it: Sorted, rows: Tensor | None = None) -> tuple[Library | Own, Tensor]:
+    """Who computes the products, and h in sorted rows; ``rows`` [S, H]: those of the tokens, where they are sorted."""
+    by = products(
+        call.x, it, call.body.gating, call.lists[3:], min(call.w_out.features, call.w_out.inputs), call.w_in.weight, call.w_out.weight
+    )
     h = _hidden(call, by, it.slots, rows)
-    if inter:
+    if call.w_out.inputs:
         sorted_rows.clear_dead(h, it)
-    if not last:
-        return h, None
-    a = torch.empty((it.slots, inter), dtype=x.dtype, device=x.device)
+    return by, h
+
+
+def second(call: ExpertsCall, it: Sorted, by: Library | Own, h: Tensor) -> Tensor:
+    """The output of each slot, in sorted rows."""
+    inter = call.w_out.inputs
+    a = torch.empty((it.slots, inter), dtype=h.dtype, device=h.device)
     if inter:
-        pointwise.activate(a, h, it, Activation(body, inter))
-    return h, by.linear(a, *call.w_out[:2])
+        pointwise.activate(a, h, it, Activation(call.body, inter))
+    return by.linear(a, *call.w_out[:2])
 
 
 @recorded
 def experts_hidden(call: ExpertsCall, order: Tensor, offsets: Tensor) -> Tensor:
     """h of :func:`experts_forward`, once more, for the slots in the order that it sorted them into."""
-    (hidden, inter), slots = call.w_out.weight[0].shape[-2:], order.shape[0]
+    slots = order.shape[0]
     if not slots:
         return torch.empty((0, call.width), dtype=call.x.dtype, device=call.x.device)
-    it = Sorted(order, offsets, slots, call.w_in.experts, call.top_k)
-    by = products(call.x, it, call.body.gating, call.lists[3:], min(hidden, inter), call.w_in.weight, call.w_out.weight)
-    h = _hidden(call, by, slots)
-    if inter:
-        sorted_rows.clear_dead(h, it)
-    return h
+    return first(call, Sorted(order, offsets, slots, call.w_in.experts, call.top_k))[1]
 
 
 def _hidden(call: ExpertsCall, by: Library | Own, slots: int, rows: Tensor | None = None) -> Tensor:
@@ -85,20 +86,24 @@ def _hidden(call: ExpertsCall, by: Library | Own, slots: int, rows: Tensor | Non
 @recorded
 def experts_backward_rows(call: RowsCall) -> list[Tensor]:
     """Of d_h, a and the gradient of routing weights on the output, what ``call.need`` asks for."""
-    return rows_back(call, call.grad.to(call.h.dtype))
+    grad = call.grad.to(call.h.dtype)
+    return rows_back(call, grad, through_last(call, grad, tokens=True))
 
 
-def rows_back(call: RowsCall, grad: Tensor, rows: Tensor | None = None) -> list[Tensor]:
-    """:func:`experts_backward_rows` of ``grad`` [T, N], or of its ``rows`` [S, N], where they are sorted: grad is then read for biases
-    alone."""
-    need, body, weights = call.need, call.body, call.weights
-    slots, inter = call.order.shape[0], call.w_out.inputs
-    h, d_a, a = call.h.contiguous(), None, None
+def through_last(call: RowsCall, grad: Tensor, *, tokens: bool) -> Tensor | None:
+    """The gradient [S, I] of what the last projection multiplies, but for routing weights, if it is needed; ``grad``: [T, N], or sorted."""
+    if not (call.order.shape[0] and (call.need.h or call.need.products)):
+        return None
+    w, it = call.w_out, sorted_of(call, call.w_out)
+    by = products(call.h, it, call.body.gating, (), min(w.features, w.inputs), w.weight)
+    return by.linear(grad, w.weight, back=True, tokens=tokens)
+
+
+def rows_back(call: RowsCall, grad: Tensor, d_a: Tensor | None) -> list[Tensor]:
+    """:func:`experts_backward_rows`, with what :func:`through_last` gave; ``grad`` [T, N] is read for biases alone."""
+    need, body, weights, it = call.need, call.body, call.weights, sorted_of(call, call.w_out)
+    slots, inter, h, a = it.slots, call.w_out.inputs, call.h.contiguous(), None
     d_weights = torch.zeros(weights.shape, dtype=weights.dtype, device=h.device) if need.products else None
-    it = sorted_of(call, call.w_out)
-    if slots and (need.h or need.products):
-        by = products(h, it, body.gating, (), min(call.w_out.features, inter), call.w_out.weight)
-        d_a = by.linear(grad if rows is None else rows, call.w_out.weight, back=True, tokens=rows is None)
     if need.w_out:
         a = torch.empty((slots, inter), dtype=h.dtype, device=h.device) if d_a is None else d_a
     d_h = torch.empty_like(h) if need.h else None
