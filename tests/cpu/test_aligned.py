@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.meaning.call import ExpertsCall
-from moefuse.ops.schema import SCHEMAS
+from moefuse.ops.schema import SCHEMAS, SPREAD
 from tests.cpu import lora_case, ops_case
 from tests.cpu.aligned_case import Aligned
 from tests.cpu.coded_case import ENCODINGS, coded
@@ -109,6 +109,7 @@ OVER_RANKS = {
     "ep_combine",
     "ep_send",
     "ep_give_back",
+    *SPREAD,
     "room",
     "keep_rows",
     "restore_rows",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops.schema import SCHEMAS
+from moefuse.ops.schema import SCHEMAS, SPREAD
 from moefuse.runtime import native
 from tests.cpu.coded_case import ENCODINGS, coded
 from tests.cpu.ops_case import Case
@@ -18,7 +18,7 @@ from tests.cpu.order_case import BODIES, CASES, ORDERS, compared
 ACROSS_RANKS = {
     *(f"{name}{end}" for name in ("gathered", "gathered_slices", "on_one_rank", "own_experts") for end in ("", "_backward")),
     "own_numbers",
-    "ep_dispatch", "ep_combine", "ep_experts", "ep_experts_infer", "ep_send", "ep_give_back",
+    "ep_dispatch", "ep_combine", "ep_experts", "ep_experts_infer", "ep_send", "ep_give_back", *SPREAD,
 }  # fmt: skip
 IN_CPP = ("experts", "recomputed", "bounded")
 UNASKED = {

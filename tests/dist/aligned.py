@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 
 import moefuse
+from moefuse.ops import autograd
 from moefuse.parallel import views
 from moefuse.runtime import groups
 from tests.cpu.aligned_case import Aligned
@@ -42,6 +44,8 @@ def travelling(rank: int, hosts: str, counts: tuple[int, ...], **how: Any) -> tu
         if layer.terms[0].transport == "allgather":
             with torch.no_grad():
                 ops.ep_experts(x, ids, weights, *here, limit=1, **placed, **case.options)
+            with mock.patch.object(autograd, "IN_PARTS", ("cpu",)):
+                ops.ep_experts(x, ids, weights, *here, **placed, **case.options).sum().backward()
     return found.seen, found.wrong
 
 
