@@ -85,45 +85,35 @@ def _infer_fake(*given: Any) -> Tensor:
     return result(ExpertsCall.unpack(*given[:-5]))
 
 
-def _kernel(
-    *data: Any,
-    terms: str,
-    layer: str,
-    limit: int | None = None,
-    recompute: bool = False,
-    place: Tensor | None = None,
-    slots: int = 0,
-    **options: Any,
-) -> Tensor:
-    packed = ExpertsCall.of(*data, **options).pack()
-    return _as_raised(*packed, place, slots, terms, layer, limit)  # type: ignore[no-any-return]
+def _kernel(*data: Any, **options: Any) -> Tensor:
+    how, limit, _, body = _apart(**options)
+    return _as_raised(*ExpertsCall.of(*data, **body).pack(), *how, limit)  # type: ignore[no-any-return]
 
 
 _as_raised = failures.as_raised(ops.ep_experts_infer.default)
-_OWN = ("terms", "layer", "limit", "recompute", "place", "slots")
 
 
 def _fake(*data: Any, **options: Any) -> Tensor:
-    return result(ExpertsCall.of(*data, **{name: options[name] for name in options if name not in _OWN}))
+    *_, body = _apart(**options)
+    return result(ExpertsCall.of(*data, **body))
 
 
-def ep_experts(
-    *data: Any,
-    terms: str,
-    layer: str,
-    limit: int | None = None,
-    recompute: bool = False,
-    place: Tensor | None = None,
-    slots: int = 0,
-    **options: Any,
-) -> Tensor:
+def _apart(
+    *, terms: str, layer: str, limit: int | None = None, recompute: bool = False, place: Tensor | None = None, slots: int = 0, **body: Any
+) -> tuple[tuple[Any, ...], int | None, bool, dict[str, Any]]:
+    """(place, slots, terms, layer), what else is this op's own, and the options of ``moefuse::experts``."""
+    return (place, slots, terms, layer), limit, recompute, body
+
+
+def ep_experts(*data: Any, **options: Any) -> Tensor:
     """Autograd entry of ``moefuse::ep_experts``: x [T, H] to [T, N]."""
     if not wants_grad(flatten(data)):
         with below_autograd():
-            return _kernel(*data, terms=terms, layer=layer, limit=limit, place=place, slots=slots, **options)
-    call = ExpertsCall.of(*data, **options)
+            return _kernel(*data, **options)
+    how, _, recompute, body = _apart(**options)
+    call = ExpertsCall.of(*data, **body)
     check_experts(call)
-    return differentiated(call, (place, slots, terms, layer), recompute)
+    return differentiated(call, how, recompute)
 
 
 for _name in ("ep_experts", "ep_experts_infer"):

@@ -173,17 +173,16 @@ def push_beside(rows: Tensor, to: Tensor, at: Shared, how: Transfer) -> None:
             T=rows.shape[0], N=count, first=how.rank * how.most, rank=how.rank, at=how.spans[0], F=rows.shape[1], B=_block(rows),
         )  # fmt: skip
     if how.others:
-        launch(symm.tell, (1,), {"bases": at.bases}, warps=1, rank=how.rank, at_came=how.at_flags + AT_CAME, EACH=PIECES, **_ranks(how))
+        launch(
+            symm.tell, (1,), {"bases": at.bases}, warps=1,
+            rank=how.rank, at_came=how.at_flags + AT_CAME, EACH=PIECES, WORLD=how.size, BW=power_of_two(how.size),
+        )  # fmt: skip
 
 
 def wait_for(at: Shared, how: Transfer, rank: int, piece: int) -> None:
     """A piece of what another rank sends beside has come."""
     place = rank * PIECES + piece
     launch(symm.wait_for, (1,), {"came": at.flags[3, place : place + 1]}, warps=1, patience=how.patience, TIMED=_TIMED)
-
-
-def _ranks(how: Transfer) -> dict[str, Any]:
-    return {"WORLD": how.size, "BW": power_of_two(how.size)}
 
 
 def take_rows(every: tuple[Tensor, ...], took: Tensor, at: Shared, how: Transfer, after: bool = True) -> None:

@@ -60,8 +60,11 @@ def backward_rows(terms: Terms, call: RowsCall, handle: Sequence[Tensor]) -> lis
     # Routing weights take the scale of gradients: biases and weights on the input would miss it.
     if grad.dtype != call.h.dtype or call.body.on_input or call.w_out.bias or call.w_out.weight[0].dtype != call.h.dtype:
         return None
-    took, to = handle if _travels(terms, grad.dtype) else (None, None)
-    if took is None or to is None or not _pays(grad, most := took.shape[0] // terms.group.size, TRAINED):
+    if not _travels(terms, grad.dtype):
+        return None
+    took, to = handle
+    most = took.shape[0] // terms.group.size
+    if not _pays(grad, most, TRAINED):
         return None
     from moefuse.kernels.triton.provide import spread, spread_training
 
