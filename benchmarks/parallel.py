@@ -3,15 +3,15 @@
     torchrun --nproc-per-node 2 benchmarks/parallel.py layer train --out benchmarks/results/parallel-h200x2.json
     torchrun --nproc-per-node 2 benchmarks/parallel.py layer train --device cpu --tiny     # smoke test
 
-``layer``: Qwen3-30B-A3B's block (128 experts, 8 a token), T tokens on each rank, outputs checked against the block with all experts;
-times of CUDA graphs, all implementations in turns. ``replicated``: every rank has all experts, and nothing travels. ``train``: forward,
-backward and fused AdamW of a few layers; ``fsdp``: FSDP2 shards everything and gathers experts layer by layer; ``fsdp+ep``: FSDP2 for the
-rest, on the same mesh, experts by ``moefuse.parallelize``; memory per rank, the share of a step in which no kernel runs (``idle``), and
-that in which none runs but those that communicate (``no_work``). ``model``: 16 layers of Qwen3-30B-A3B, prefill and decode by
-transformers' ``generate`` with a static cache, each rank with a batch of its own. ``hf all_to_all``: transformers' own expert parallelism,
-which waits for the host, on its grouped products, eager and under Inductor; transformers before 5.20 has none, and a line says so.
-``+ inductor``: layers under Inductor, without moefuse. All ways to train have to agree in losses and in gradients of experts. Figures are
-the slowest rank's.
+``layer``: Qwen3-30B-A3B's block (128 experts, 8 a token), T tokens on each rank, outputs checked against the block with all experts; times
+of CUDA graphs, all implementations in turns. ``replicated``: every rank has all experts, and nothing travels. ``train``: forward, backward
+and fused AdamW of a few layers; ``fsdp``: FSDP2 shards everything and gathers experts layer by layer, once more in backward unless they are
+``kept``; ``fsdp+ep``: FSDP2 for the rest, on the same mesh, experts by ``moefuse.parallelize``; ``one group``: the rest is gathered at
+once; memory per rank, the share of a step in which no kernel runs (``idle``), and that in which none runs but those that communicate
+(``no_work``). ``model``: 16 layers of Qwen3-30B-A3B, prefill and decode by transformers' ``generate`` with a static cache, each rank with a
+batch of its own. ``hf all_to_all``: transformers' own expert parallelism, which waits for the host, on its grouped products, eager and
+under Inductor; transformers before 5.20 has none, and a line says so. ``+ inductor``: layers under Inductor, without moefuse. All ways to
+train have to agree in losses and in gradients of experts. Figures are the slowest rank's.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ class Decoder(nn.Module):
 def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> list[dict[str, Any]]:
     """A training step; states of experts and the peak of memory."""
     results, times, agreed = [], {}, None
-    ours, theirs = (f"fsdp+ep, {way}" for way in args.transports), "fsdp+hf all_to_all"
-    for name in ("fsdp", "fsdp + inductor", *ours, theirs, f"{theirs} + inductor"):
+    ours, theirs = [f"fsdp+ep{groups}, {way}" for way in args.transports for groups in ("", ", one group")], "fsdp+hf all_to_all"
+    for name in ("fsdp", "fsdp, kept", "fsdp + inductor", *ours, theirs, f"{theirs} + inductor", f"{theirs}, one group + inductor"):
         with told(name):
             torch._dynamo.reset()
             gc.collect()
@@ -232,8 +232,8 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
                 experts = transformers_own(model, mesh, device)
                 for parameter in experts:  # a sum over the tokens of all ranks, where FSDP takes the mean
                     parameter.register_post_accumulate_grad_hook(_mean)
-            for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh, ignored_params=experts & set(layer.parameters()))
+            for layer in () if "one group" in name else model.model.layers:
+                fully_shard(layer, mesh=mesh, ignored_params=experts & set(layer.parameters()), reshard_after_forward="kept" not in name)
             fully_shard(model, mesh=mesh, ignored_params=experts)
             backend = "inductor" if name.endswith("inductor") else "eager" if name == theirs else "moefuse"
             if backend != "eager":
@@ -258,6 +258,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
             agreed = seen if agreed is None else agreed
             assert torch.allclose(seen, agreed, rtol=2e-2, atol=0), f"{seen.tolist()}, and {agreed.tolist()} with FSDP2 alone"
             if device.type == "cuda":
+                gc.collect()
                 torch.cuda.reset_peak_memory_stats()
             step()
             peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
