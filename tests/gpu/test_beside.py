@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -229,3 +230,41 @@ def trained(rank: int, case: Layer) -> int:
                 found += [out.detach(), *torch.autograd.grad(out, [x, *leaves], pulled)]
         outs.append(found)
     return sum(not torch.equal(a, b) or bool(a.isnan().any()) for a, b in zip(*outs, strict=True))
+
+
+@pytest.mark.parametrize("how", ["dies in forward", "idle in forward", "idle in backward"])
+def test_a_rank_that_does_not_come(how: str) -> None:
+    """Who waits for its rows stops with an error after the group's timeout, and nobody takes what is there for a result."""
+    workers = Workers(2, timeout=15, cuda=True)
+    try:
+        (done, text), other = workers.try_to(left_alone, how)
+    finally:
+        workers.close()
+    assert done, text
+    assert "CUDA" in text
+    assert other == ((False, "it died") if how.startswith("dies") else (True, "left"))
+
+
+def left_alone(rank: int, how: str) -> str:
+    layer, x, *_ = made(CASES["by copy engines"], rank)
+    x.requires_grad_("backward" in how)
+    for _ in range(3):
+        out = layer(1)
+        if x.requires_grad:
+            out.sum().backward()
+    torch.cuda.synchronize()
+    if rank == 1 and how.startswith("dies"):
+        os._exit(1)
+    if rank == 1 and how == "idle in forward":
+        return "left"
+    out = layer(1)
+    if rank == 1:
+        torch.cuda.synchronize()
+        return "left"
+    try:
+        if x.requires_grad:
+            out.sum().backward()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
