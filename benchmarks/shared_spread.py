@@ -63,9 +63,10 @@ def called(model: nn.Module, x: Tensor, overlap: int) -> Callable[[], Tensor]:
 @torch.no_grad()
 def measured(whole: nn.Module, mesh: Any, tokens: int, device: torch.device, rounds: int) -> dict[str, Any]:
     x = torch.randn(1, tokens, 2048, device=device, generator=torch.Generator(device).manual_seed(dist.get_rank())).bfloat16()
-    graphs = {}
+    graphs, held = {}, []  # graphs read weights where they are
     for kind in ("alone", "spread"):
         model, outs = copy.deepcopy(whole), []
+        held.append(model)
         if kind == "spread":
             moefuse.parallelize(model, mesh, max_tokens=tokens, transport="symm")
         for name, (overlap, allowed) in WAYS.items():

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace as replaced
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.fx import Node
 
 from moefuse import _torch_private
@@ -15,7 +14,7 @@ from moefuse.errors import UNCOUNTED, first_line
 from moefuse.machine import environment
 from moefuse.passes.encodings.part import Coded
 from moefuse.passes.graph.assumptions import Assumption, Undischarged
-from moefuse.passes.graph.builder import Emitter
+from moefuse.passes.graph.builder import LAYERS, Emitter
 from moefuse.passes.graph.calls import location, module_path, steps, traced_path
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import held_leaves
@@ -246,7 +245,7 @@ class _Replacement:
         run.result.replaced.append((region, result))
         notes = still_kept(anchor, nodes, lowered.tier, self.grad) if run.options.recompute else []
         run.result.notes += [note for note in notes if note not in run.result.notes]
-        run.numbers |= {n: len(run.result.fused) for n in nodes if n.target is torch.ops.moefuse.experts.default}
+        run.numbers |= {n: len(run.result.fused) for n in nodes if n.target in LAYERS}
         size, tokens = workspace(nodes, self.grad) or (None, None)
         run.result.fused.append(
             Fused(

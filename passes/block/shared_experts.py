@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse.passes.block.overlap_placement import Weight, start_and_join
-from moefuse.passes.graph.builder import Emitter
+from moefuse.passes.graph.builder import LAYERS, Emitter
 from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.op_classes import RESHAPES, SIZE_QUERIES
 from moefuse.passes.graph.sizes import same_shape, shape_of
@@ -82,7 +82,7 @@ def join_shared(graph: Graph, known: dict[Node, Any], tokens: int, check: bool) 
 
 
 def _worth(node: Node, tokens: int) -> bool:
-    if node.target is not torch.ops.moefuse.experts.default:
+    if node.target not in LAYERS:
         return False
     value = fake(node)
     count = hint(value.shape[0])

@@ -17,6 +17,9 @@ _PROVENANCE = ("nn_module_stack", "stack_trace", "source_fn_stack")
 SIZED_BY_THE_RUN = (torch.ops.moefuse.ep_dispatch.default, torch.ops.moefuse.ep_experts.default, torch.ops.moefuse.room.default)
 """The ops with sizes that only the run knows, or of what they keep for backward: how many tokens other ranks have, and how many come."""
 
+LAYERS = (torch.ops.moefuse.experts.default, torch.ops.moefuse.ep_experts.default)
+"""The ops that are the routed experts of a layer, here or on several ranks."""
+
 
 class Emitter:
     """Inserts calls in front of ``before``; arguments that an earlier rewrite replaced become their replacement.

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import moefuse
+from moefuse.ops import shared
+from moefuse.passes.block import shared_experts
 from moefuse.runtime import collectives
 from tests.cpu.capture_case import Seen, capturing
 from tests.dist import layers
@@ -137,6 +139,20 @@ def collectives_of_a_call(rank: int, experts: str) -> list[str]:
             stack.enter_context(mock.patch.object(collectives, "_gather", _counted(called, "all_gather", collectives._gather)))
             run(x)
     return called
+
+
+def shared_beside(rank: int, how: dict[str, Any], tokens: tuple[int, int]) -> tuple[float, list[bool], int]:
+    """(largest difference from one process, which fused layers have their shared expert beside them, calls of its start)."""
+    model, single = both(layers.Shared, **how)
+    run = torch.compile(model, backend="moefuse", dynamic=False, options={"overlap": 1 << 20})
+    x, started = torch.randn(tokens[rank], layers.H), mock.Mock(side_effect=shared._run)
+    with torch.no_grad(), mock.patch.object(shared_experts, "DEVICES", {"cpu"}):
+        run(x)
+        with mock.patch.object(shared, "_run", started):
+            worst = (run(x) - single(x)).abs().max().item()
+    report = moefuse.last_report()
+    assert report is not None
+    return worst, [fused.shared for fused in report.fused], started.call_count
 
 
 def _counted(called: list[str], name: str, function: Any) -> Any:

@@ -55,6 +55,24 @@ def test_one_all_reduce_for_each_layer(two: Workers, experts: str) -> None:
     assert two.run(scenes.collectives_of_a_call, experts) == [["all_reduce"] * 2] * 2
 
 
+@pytest.mark.parametrize(
+    ("how", "tokens", "moved"),
+    [
+        ({"max_tokens": 7}, (5, 7), True),
+        ({"transport": "all_to_all"}, (3, 6), False),
+        ({"tokens": "replicated"}, (4, 4), True),
+        ({"experts": "tp"}, (5, 2), True),
+    ],
+    ids=str,
+)
+def test_shared_experts_beside(two: Workers, how: dict[str, Any], tokens: tuple[int, int], moved: bool) -> None:
+    """They start in front of the router and are met at the sum, behind all transfers; not where the host waits for these."""
+    for worst, beside, started in two.run(scenes.shared_beside, how, tokens):
+        assert worst <= 1e-5
+        assert beside == [moved] * 2
+        assert started == 2 * moved
+
+
 WRAPPED = [
     (layers.Stacked, "fsdp", {"fused": True}),
     (layers.Listed, "fsdp", {"foreach": True}),
