@@ -30,10 +30,11 @@ def two() -> Iterator[Workers]:
 @pytest.mark.parametrize("transport", ["symm", "allgather"])
 @pytest.mark.parametrize("tokens", [1, 8, 64, 2304])
 def test_bit_for_bit(two: Workers, tokens: int, transport: str) -> None:
-    """Other tokens in each of 100 replays of two layers, one rank or the other late by half a millisecond; 2304: on three streams."""
+    """Other tokens in each of 100 replays of two layers, one rank or the other late by half a millisecond; not where transfers have
+    a stream themselves."""
     for different, forked in two.run(compared, tokens, transport):
         assert not different
-        assert forked
+        assert bool(forked) == (tokens < 2304)
 
 
 @torch.no_grad()
