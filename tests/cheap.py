@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch._dynamo
+import torch._inductor.config
 
 
 def cheaper_compiles() -> None:
@@ -21,6 +22,8 @@ def cheaper_compiles() -> None:
     torch._dynamo.config.run_gc_after_compile = False
     # What Dynamo remembers of fake operations is read too seldom in short programs to be worth writing: a tenth of the time.
     torch._dynamo.config.fake_tensor_cache_enabled = False
+    # Inductor would start processes for Triton's code, each of which imports torch again.
+    torch._inductor.config.compile_threads = 1
     _linked_sooner()
 
 
