@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import moefuse
 from moefuse import _torch_private
 from tests.conftest import without_code
-from tests.dist.conftest import two  # noqa: F401
+from tests.dist.conftest import groups, two  # noqa: F401
 from tests.dist.workers import Workers
 
 EXPERTS, TOP_K, HIDDEN, WIDTH, LAYERS, TOKENS = 8, 2, 128, 128, 3, 40

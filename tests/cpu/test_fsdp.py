@@ -15,7 +15,7 @@ import moefuse
 from moefuse import _torch_private
 from tests.conftest import without_code
 from tests.cpu.test_ddp import LAYERS, Model, alone, batches, gradients  # noqa: F401
-from tests.dist.conftest import two  # noqa: F401
+from tests.dist.conftest import groups, two  # noqa: F401
 from tests.dist.workers import Workers
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo")

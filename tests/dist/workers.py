@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import gc
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -12,6 +14,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch._dynamo
+
+from moefuse.runtime import groups
 
 TIMEOUT = 60
 """Seconds of a collective. A test that hangs fails after them."""
@@ -28,6 +33,8 @@ class Workers:
 
     def __init__(self, world: int, timeout: int = TIMEOUT, cuda: bool = False) -> None:
         self.world = world
+        self.broken = False
+        """Whether a rank was lost, may be in the middle of a collective, or is not in step with the others."""
         context: Any = multiprocessing.get_context("spawn" if cuda else "forkserver")
         if not cuda:
             context.set_forkserver_preload(PRELOADED)
@@ -51,6 +58,7 @@ class Workers:
         found = self.try_to(function, *args, wait=wait, **named)
         for rank, (ok, value) in enumerate(found):
             if not ok:
+                self.broken = True
                 raise WorkerError(f"rank {rank} of {self.world}: {value}")
         return [value for _, value in found]
 
@@ -58,7 +66,19 @@ class Workers:
         """As :meth:`run`: (True, result) or (False, traceback) of each rank."""
         for end in self.ends:
             end.send((function, args, named))
-        return [_received(end, wait) for end in self.ends]
+        return [self._received(end, wait) for end in self.ends]
+
+    def _received(self, end: Connection, wait: float) -> tuple[bool, Any]:
+        try:
+            if end.poll(wait):
+                ok, value, left = end.recv()
+                self.broken = self.broken or left
+                return ok, value
+            said = f"not ready after {wait} s"
+        except EOFError:
+            said = "it died"
+        self.broken = True
+        return False, said
 
     def close(self) -> None:
         for process in self.processes:
@@ -67,11 +87,25 @@ class Workers:
         self._folder.cleanup()
 
 
-def _received(end: Connection, wait: float) -> tuple[bool, Any]:
-    try:
-        return end.recv() if end.poll(wait) else (False, f"not ready after {wait} s")
-    except EOFError:
-        return False, "it died"
+class Groups:
+    """The groups that all tests share, one for each number of ranks. One that a test has broken is replaced."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Workers] = {}
+
+    def of(self, world: int) -> Workers:
+        """A group that nobody has broken. Of more ranks than cores some wait longer for the others to compile."""
+        known = self._of.get(world)
+        if known is not None and not known.broken:
+            return known
+        if known is not None:
+            known.close()
+        self._of[world] = Workers(world, TIMEOUT if world == 2 else 4 * TIMEOUT)
+        return self._of[world]
+
+    def close(self) -> None:
+        for workers in self._of.values():
+            workers.close()
 
 
 def _serve(rank: int, world: int, store: str, end: Connection, timeout: int, cuda: bool) -> None:
@@ -86,13 +120,34 @@ def _serve(rank: int, world: int, store: str, end: Connection, timeout: int, cud
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout)
     )
-    while True:
+    environment = dict(os.environ)
+    for number in itertools.count():
         try:
             function, args, named = end.recv()
         except (EOFError, KeyboardInterrupt):
             return
+        _as_at_first(environment)
         try:
             answer = (True, function(rank, *args, **named))
         except BaseException:
             answer = (False, traceback.format_exc())
-        end.send(answer)
+        world_group = groups.earlier(dist.group.WORLD)
+        end.send((*answer, world_group is not None and bool(world_group.standing.left)))
+        if number % 8 == 7:
+            _smaller_heap()
+
+
+def _as_at_first(environment: dict[str, str]) -> None:
+    """What other tests have left behind decides nothing."""
+    if os.environ != environment:
+        os.environ.clear()
+        os.environ.update(environment)
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+
+def _smaller_heap() -> None:
+    """What Dynamo keeps is not looked at by every garbage collection, nor by every ``parallelize``, which looks for optimizers."""
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
