@@ -40,8 +40,6 @@ def adapted(rank: int, first: bool, behind: str | None, grad: bool) -> tuple[flo
     """
     import peft
 
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     plain: nn.Module = Layer()
     config = peft.LoraConfig(r=4, target_parameters=PARAMETERS, target_modules=[], init_lora_weights=False)
     model, seen = copy.deepcopy(plain), Seen()
@@ -185,8 +183,6 @@ def held(rank: int, kind: str) -> tuple[float, list[str], list[str]]:
     """
     from tests.programs import fp8
 
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     single = nn.Sequential(getattr(fp8, kind)())
     model, seen = copy.deepcopy(single), Seen()
     moefuse.parallelize(model, scenes.mesh())

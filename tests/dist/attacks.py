@@ -6,13 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import moefuse
 from tests.cpu.capture_case import Seen, capturing
-from tests.dist import layers
+from tests.dist import faults, layers
 
 E = 4
 
@@ -45,10 +43,6 @@ class Triple(Single):
         self.third = nn.Parameter(torch.randn(E, layers.I, layers.H))
 
 
-def mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))["ep"]
-
-
 def _tried(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -64,18 +58,16 @@ def _run(model: nn.Module) -> Any:
 def _models(*kinds: type[nn.Module]) -> list[nn.Module]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    made = [kind() for kind in kinds]
+    made, mesh = [kind() for kind in kinds], faults.mesh(20)
     for model in made:
-        moefuse.parallelize(model, mesh())
+        moefuse.parallelize(model, mesh)
     return made
 
 
 def other_layers(rank: int) -> str:
     """Blocks that hold everything themselves, and each rank runs another one."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = nn.ModuleList([Single(), Single()])
-    moefuse.parallelize(model, mesh())
+    moefuse.parallelize(model, faults.mesh(20))
     run = _run(model[rank])
     with torch.no_grad():
         return _tried(lambda: run(torch.randn(3, layers.H)))
@@ -104,11 +96,9 @@ def other_gradients(rank: int) -> str:
 
 def writes(rank: int) -> list[str]:
     """Ways to write to what is put together from all ranks; all of them have to be said to be lost."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     single, listed = layers.Stacked(E), layers.Listed(E)
     for model in (single, listed):
-        moefuse.parallelize(model, mesh())
+        moefuse.parallelize(model, faults.mesh(20))
     expert: Any = listed.experts[3]  # type: ignore[index]
     linear = next(m for m in expert.modules() if isinstance(m, nn.Linear))
 
@@ -137,11 +127,9 @@ def writes(rank: int) -> list[str]:
 
 def reads(rank: int) -> tuple[bool, bool]:
     """Whether what is computed from gathered weights is plain, and their gradients arrive."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     single = layers.Stacked(E)
     wanted = single.down.detach().square().sum()
-    moefuse.parallelize(single, mesh())
+    moefuse.parallelize(single, faults.mesh(20))
     down: Any = single.down
     norm = down.square().sum()
     flat = torch.cat([down.flatten(1), torch.zeros(E, 1)], 1)
@@ -155,11 +143,9 @@ def reads(rank: int) -> tuple[bool, bool]:
 
 def incomplete(rank: int) -> list[str]:
     """A checkpoint of the whole model, of which one expert is missing, or of another shape, or both, in a list: what each rank says."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = layers.Listed(E)
     state = dict(model.state_dict())
-    moefuse.parallelize(model, mesh())
+    moefuse.parallelize(model, faults.mesh(20))
     key = next(key for key in state if ".1." in key and key.endswith("weight"))
     shorter = {k: v for k, v in state.items() if k != key}
     found = [
@@ -175,7 +161,7 @@ def in_parts(rank: int) -> list[str]:
     """A checkpoint in files, one behind the other, and one that lacks a key: (what was not loaded) of each."""
     torch.manual_seed(0)
     model, other = layers.Listed(E), layers.Listed(E).state_dict()
-    moefuse.parallelize(model, mesh())
+    moefuse.parallelize(model, faults.mesh(20))
     before = {key: value.clone() for key, value in moefuse.full_state_dict(model).items()}
     lacks = "experts.1.0.weight"
     model.load_state_dict({key: value for key, value in other.items() if key != lacks}, strict=False)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import moefuse
 from tests.cpu.capture_case import Seen, capturing
-from tests.dist import layers
+from tests.dist import layers, scenes
 
 E, T = 4, 24
 
@@ -20,14 +18,12 @@ def saved(rank: int, bound: Any, skew: bool) -> tuple[list[int], str, str]:
 
     Float32, T tokens on each of two ranks; ``skew``: all of them go to experts of rank 0.
     """
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = layers.Model(layers.Stacked, E)
     if skew:
         with torch.no_grad():
             for layer in (model.first, model.second):
                 layer.router.weight[: E // 2] += 5  # type: ignore[index,union-attr,operator]
-    moefuse.parallelize(model, _mesh(), bound=bound)
+    moefuse.parallelize(model, scenes.mesh(), bound=bound)
     seen = Seen()
     run = torch.compile(model, backend=capturing(seen, behind="eager"))
     x = torch.randn(T, layers.H, generator=torch.Generator().manual_seed(rank)).abs()
@@ -50,12 +46,10 @@ def saved(rank: int, bound: Any, skew: bool) -> tuple[list[int], str, str]:
 
 def one_layer(rank: int) -> tuple[list[str], str]:
     """More rows than are kept, in the only layer: (Parameters whose gradients are not finite, what the next call raises)."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = layers.Stacked(E)
     with torch.no_grad():
         model.router.weight[: E // 2] += 5
-    moefuse.parallelize(model, _mesh(), bound=1.2)
+    moefuse.parallelize(model, scenes.mesh(), bound=1.2)
     run = torch.compile(model, backend=capturing(Seen(), behind="aot_eager"))
     x = torch.randn(T, layers.H, generator=torch.Generator().manual_seed(rank)).abs()
     out = run(x)
@@ -67,10 +61,6 @@ def one_layer(rank: int) -> tuple[list[str], str]:
     except Exception as error:
         return wrong, f"{type(error).__name__}: {error}"
     return wrong, ""
-
-
-def _mesh() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))["ep"]
 
 
 def _local(t: Any) -> torch.Tensor:

@@ -138,7 +138,6 @@ def inputs(case: Drawn) -> list[tuple[Tensor, Tensor]]:
 
 def run(rank: int, case: Drawn, behind: str | None = "aot_eager") -> Outcome:
     """Compare one case on one rank. A layer that has no slices by which it can be spread is a case of nothing."""
-    torch._dynamo.reset()
     torch.manual_seed(case.seed)
     dtype = DTYPES[case.dtype]
     single = Block(case.body, case.router, case.around, case.experts, case.top_k).to(dtype)

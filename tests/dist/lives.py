@@ -16,14 +16,12 @@ import moefuse
 from tests.cpu.capture_case import Seen, capturing
 from tests.dist import layers, scenes
 
-E = scenes.E
+E = 2
 TOKENS = (5, 7)
 
 
 def frozen(rank: int, kind: type[nn.Module], names: str, before: bool) -> tuple[float, int]:
     """Parameters whose name has one of some words want no gradients; (largest error, layers fused)."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     single = layers.Model(kind, E)
     if before:
         _freeze(single, names)
@@ -45,9 +43,9 @@ def _freeze(model: nn.Module, names: str) -> None:
 
 def evaluated(rank: int) -> float:
     """Without gradients between two training steps that accumulate, no tokens on one rank; beside another model on the same mesh."""
-    model, single = scenes.both(layers.Stacked)
-    other, alone = scenes.both(layers.Listed)
-    run, beside = scenes.compiled(model), scenes.compiled(other)
+    model, single = scenes.both(layers.Stacked, E)
+    other, alone = scenes.both(layers.Transposed, E)
+    run, beside = scenes.compiled(model, "eager"), scenes.compiled(other, "eager")
     off = [_step(run, single, rank)]
     with torch.no_grad():
         off.append(_step(run, single, rank, (4, 0)))
@@ -58,8 +56,8 @@ def evaluated(rank: int) -> float:
 
 def converted(rank: int, kind: type[nn.Module], late: bool) -> tuple[float, str]:
     """To another dtype behind parallelize, or behind the first compiled call; and what is said where an optimizer has the Parameters."""
-    model, single = scenes.both(kind)
-    run, said = scenes.compiled(model), ""
+    model, single = scenes.both(kind, E)
+    run, said = scenes.compiled(model, "eager"), ""
     if late:
         assert _step(run, single, rank) <= 1e-6
         optimizer = torch.optim.SGD(model.parameters())
@@ -76,7 +74,7 @@ def converted(rank: int, kind: type[nn.Module], late: bool) -> tuple[float, str]
 
 def copied(rank: int, kind: type[nn.Module]) -> float:
     """A deep copy has weights of its own, is fused, gets gradients and takes a state of the whole model."""
-    model, single = scenes.both(kind)
+    model, single = scenes.both(kind, E)
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -92,7 +90,7 @@ def copied(rank: int, kind: type[nn.Module]) -> float:
 
 def smoothed(rank: int, kind: type[nn.Module]) -> float:
     """The mean of weights over steps, by torch's own class."""
-    model, single = scenes.both(kind)
+    model, single = scenes.both(kind, E)
     means = [AveragedModel(m) for m in (model, single)]
     for _ in range(3):
         for m, mean in zip((model, single), means, strict=True):

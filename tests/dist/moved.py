@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import moefuse
-from tests.dist import layers, scenes
+from tests.dist import faults, layers, scenes
 
 E = 5
 
@@ -147,7 +148,8 @@ def pieces(rank: int) -> list[str]:
 
 def other_orders(rank: int) -> str:
     """The layers of one rank have changed places: their weights would be mixed."""
-    model, _ = scenes.both(layers.Listed, E)
+    with mock.patch.object(scenes, "mesh", faults.mesh):
+        model, _ = scenes.both(layers.Listed, E)
     if rank:
         model.first, model.second = model.second, model.first
     try:

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import moefuse
 from moefuse.parallel.meshes import register
 from moefuse.runtime import collectives, groups
 from moefuse.runtime.groups import Terms
-from tests.dist import equal, layers, travel
+from tests.dist import equal, layers, scenes, travel
 
 
 def on(rank: int, hosts: str) -> None:
@@ -26,12 +25,8 @@ def run(rank: int, hosts: str, case: equal.Case) -> tuple[equal.Found, list[str]
     """As on one process? And the transports that a plan has then."""
     on(rank, hosts)
     found = equal.run(rank, replace(case, how={"transport": "all_to_all", **case.how}))
-    plan = moefuse.parallelize(layers.Model(layers.Stacked, 5), mesh(), transport="all_to_all")
+    plan = moefuse.parallelize(layers.Model(layers.Stacked, 5), scenes.mesh(), transport="all_to_all")
     return found, [terms.transport for layer in plan.layers for terms in layer.terms]
-
-
-def mesh() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))["ep"]
 
 
 def together(rank: int, hosts: str, counts: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -42,22 +37,13 @@ def together(rank: int, hosts: str, counts: tuple[int, ...]) -> list[tuple[int, 
 def hosts_of(rank: int, hosts: str) -> tuple[int, ...]:
     """What all ranks know of the hosts of all."""
     on(rank, hosts)
-    return groups.group(register(mesh())).hosts
-
-
-def refused(rank: int, hosts: str, **how: Any) -> str:
-    on(rank, hosts)
-    try:
-        moefuse.parallelize(layers.Model(layers.Stacked, 5), mesh(), **how)
-    except moefuse.ParallelError as error:
-        return str(error)
-    return "nothing"
+    return groups.group(register(scenes.mesh())).hosts
 
 
 def several_times(rank: int, hosts: str) -> list[bool]:
     """Whether equal calls give equal bits, in bfloat16: combined tokens and gradients."""
     on(rank, hosts)
-    terms = Terms(register(mesh()), "rails", "sequence").text
+    terms = Terms(register(scenes.mesh()), "rails", "sequence").text
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(20 + rank, 8, generator=generator).bfloat16()
     ids = torch.randint(0, 8, (20 + rank, 3), generator=generator)
@@ -85,7 +71,7 @@ class Crossed:
 def crossed(rank: int, hosts: str, tokens: int) -> tuple[Crossed, int, int]:
     """(what left this host in dispatch, combine and backward of both; (token, other host) pairs; (token, other rank) pairs)."""
     on(rank, hosts)
-    group = groups.group(register(mesh()))
+    group = groups.group(register(scenes.mesh()))
     terms = Terms(group.name, "rails", "sequence").text
     ids = torch.randint(0, 8, (tokens, 3), generator=torch.Generator().manual_seed(rank))
     place = torch.arange(8, dtype=torch.int32)

@@ -23,7 +23,6 @@ from tests.dist import equal, pretrained, scenes
 
 def trained(rank: int, reentrant: bool, how: dict[str, Any]) -> tuple[float, float, str]:
     """(largest difference of a loss, of a gradient relative to its largest value, what was fused) in two steps of other sizes."""
-    torch._dynamo.reset()
     single = pretrained.single().train()
     model: Any = copy.deepcopy(single)
     moefuse.parallelize(model, scenes.mesh(), **how)

@@ -88,7 +88,7 @@ class Case:
 
     around: str
     kind: type[nn.Module] = Apart
-    experts: int = 4
+    experts: int = 2
     settings: Mapping[str, Any] = field(default_factory=dict)
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     how: Mapping[str, Any] = field(default_factory=dict)
@@ -115,8 +115,6 @@ class Found:
 
 def trained(rank: int, case: Case) -> Found:
     """Steps of two micro-batches, with another number of tokens on every rank."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     single = Model(case.kind, case.experts)
     model = copy.deepcopy(single)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
@@ -177,8 +175,6 @@ def _around(model: Model, mesh: DeviceMesh, case: Case) -> tuple[moefuse.Plan, A
                 fully_shard(block, mesh=world, shard_placement_fn=plan.shard_placement_fn(mesh["dp"]), **case.fsdp)
         fully_shard(model, mesh=world, **case.fsdp)
         return plan, model
-    if case.around == "nobody":
-        return moefuse.parallelize(model, mesh["ep"], **case.how), model
     plan = moefuse.parallelize(model, mesh, **spread)
     if case.around == "hsdp":
         for part in (*model.layers, model):
@@ -209,8 +205,6 @@ def _gradients(model: nn.Module, single: nn.Module) -> dict[str, float]:
 
 def copied(rank: int) -> float:
     """A copy of the model, and a backward pass behind one that has failed: gradients of experts are averaged all the same."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     single = Model(Apart, 4)
     first = copy.deepcopy(single)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
@@ -232,6 +226,21 @@ def copied(rank: int) -> float:
     return max(_gradients(model, single).values())
 
 
+def alone(rank: int) -> tuple[list[str], float]:
+    """Two steps where nobody averages: what is said, and the largest error of a gradient of experts."""
+    single = Model(Apart, 2)
+    model = copy.deepcopy(single)
+    moefuse.parallelize(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))["ep"])
+    every = [torch.randn(2 + r, H, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(every[rank]).square().mean().backward()
+            sum((single(x).square().mean() for x in every), torch.zeros(())).div(4).backward()
+    off = max(error for name, error in _gradients(model, single).items() if "experts" in name)
+    return [str(w.message) for w in said if "moefuse" in str(w.message)], off
+
+
 def _torchs_norm(model: nn.Module, single: nn.Module) -> float:
     try:
         mine: Any = clip_grad_norm_(model.parameters(), math.inf)
@@ -245,8 +254,6 @@ def mixed(rank: int, case: Case) -> tuple[float, float, int]:
 
     Relative to float32. Experts that FSDP does not see are in bfloat16 as they are.
     """
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     single = Model(case.kind, case.experts).bfloat16().float()
     half, model = copy.deepcopy(single).bfloat16(), copy.deepcopy(single)
     if case.around == "hsdp":

@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import moefuse
@@ -25,7 +24,7 @@ from moefuse.runtime import collectives
 from moefuse.runtime.groups import Terms
 from moefuse.runtime.transports import allgather
 from tests.cpu.capture_case import Seen, capturing
-from tests.dist import equal, faults, layers
+from tests.dist import equal, faults, layers, scenes
 
 E, H, I, K = 8, 96, 40, 2  # noqa: E741
 COUNTS = (500, 200, 256, 0)
@@ -167,11 +166,9 @@ class Taught(nn.Module):
 
 def without_gradients_inside(rank: int) -> tuple[float, str]:
     """(The largest relative difference of a result and of its tokens' gradients from one process, report)."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     single = Taught()
     model = copy.deepcopy(single)
-    moefuse.parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    moefuse.parallelize(model, scenes.mesh())
     seen = Seen()
     run = torch.compile(model, backend=capturing(seen, behind="aot_eager"))
     x, y = (torch.randn(5 + 2 * rank, layers.H, generator=torch.Generator().manual_seed(rank)).requires_grad_() for _ in range(2))

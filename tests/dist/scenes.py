@@ -22,17 +22,17 @@ from moefuse.ops import shared
 from moefuse.passes.block import shared_experts
 from moefuse.runtime import collectives
 from tests.cpu.capture_case import Seen, capturing
-from tests.dist import layers
+from tests.dist import faults, layers
 
-E, STEPS = 4, 3
+E, STEPS = 4, 2
 
 
 def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))["ep"]
 
 
-def compiled(model: nn.Module) -> Any:
-    return torch.compile(model, backend=capturing(Seen(), behind="aot_eager"))
+def compiled(model: nn.Module, behind: str = "aot_eager") -> Any:
+    return torch.compile(model, backend=capturing(Seen(), behind=behind))
 
 
 def both(kind: type[nn.Module], count: int = E, **how: Any) -> tuple[nn.Module, nn.Module]:
@@ -126,7 +126,7 @@ def loaded_from_one_process(rank: int, kind: type[nn.Module], how: dict[str, Any
 
 def collectives_of_a_call(rank: int, experts: str) -> list[str]:
     """What two layers with shared experts call, once they are compiled."""
-    model, single = both(layers.Shared, tokens="replicated", experts=experts)
+    model, single = both(layers.Shared, 2, tokens="replicated", experts=experts)
     run, x = compiled(model), torch.randn(5, layers.H, generator=torch.Generator().manual_seed(0))
     called: list[str] = []
     with torch.no_grad():
@@ -165,7 +165,7 @@ def _counted(called: list[str], name: str, function: Any) -> Any:
 
 def weights_that_change(rank: int) -> float:
     """Outputs follow what is written to local weights behind the compilation."""
-    model, single = both(layers.Stacked)
+    model, single = both(layers.Stacked, 2)
     run = compiled(model)
     x = torch.randn(5, layers.H, generator=torch.Generator().manual_seed(rank))
     worst = 0.0
@@ -179,7 +179,7 @@ def weights_that_change(rank: int) -> float:
 
 def different_programs(rank: int) -> list[float]:
     """Ranks compile at different times, other numbers of tokens first, and one of them breaks the graph beside the experts."""
-    model, single = both(layers.Stacked)
+    model, single = both(layers.Stacked, 2)
 
     def broken(x: torch.Tensor) -> torch.Tensor:
         x = model.first(x) + x  # type: ignore[operator]
@@ -202,7 +202,8 @@ def different_programs(rank: int) -> list[float]:
 
 def raising(rank: int) -> str:
     """Rank 1 raises in front of the second layer; the other one is told where."""
-    model, _ = both(layers.Stacked)
+    with mock.patch(f"{__name__}.mesh", faults.mesh):
+        model, _ = both(layers.Stacked, 2)
 
     def broken(x: torch.Tensor) -> torch.Tensor:
         x = model.first(x)  # type: ignore[operator]
@@ -223,7 +224,7 @@ def raising(rank: int) -> str:
 
 def dying(rank: int) -> str:
     """Rank 1 is gone before the second call."""
-    model, _ = both(layers.Stacked)
+    model, _ = both(layers.Stacked, 2)
     run = compiled(model)
     with torch.no_grad():
         run(torch.randn(4, layers.H))
@@ -238,7 +239,8 @@ def dying(rank: int) -> str:
 
 
 def too_many(rank: int) -> str:
-    model, _ = both(layers.Stacked, max_tokens=6)
+    with mock.patch(f"{__name__}.mesh", faults.mesh):
+        model, _ = both(layers.Stacked, 2, max_tokens=6)
     run = compiled(model)
     with torch.no_grad():
         run(torch.randn(6, layers.H))

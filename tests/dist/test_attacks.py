@@ -16,15 +16,10 @@ APART = {
 
 
 @pytest.mark.parametrize("name", APART)
-def test_ranks_that_do_other_things(name: str) -> None:
+def test_ranks_that_do_other_things(two: Workers, name: str) -> None:
     """Of equal shapes, so that numbers would be mixed up. Both ranks raise, and say what each of them ran."""
     function, *said = APART[name]
-    workers = Workers(2, timeout=20)
-    try:
-        found = workers.run(function)
-    finally:
-        workers.close()
-    for text in found:
+    for text in two.run(function):
         assert text.startswith("PeerError: "), text
         for part in said:
             assert part in text

@@ -39,7 +39,7 @@ def test_bit_for_bit(two: Workers, kind: type[nn.Module]) -> None:
 
 def test_by_measured_load(two: Workers) -> None:
     """Counts are of a rank's own tokens, the plan is of all; ``layers=1`` leaves the other layer to the next call."""
-    found = two.run(balanced.by_measured_load, layers.Stacked)
+    found = two.run(balanced.by_measured_load, layers.Transposed)
     for one in found:
         assert sorted(one["load"]) == sorted(one["names"])
         assert all(sum(calls[0]) == 400 * layers.K for calls in one["load"].values())

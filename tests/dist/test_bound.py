@@ -19,12 +19,12 @@ CASES = {
     "stacked": Case(layers.Stacked, (20, 20), how={"bound": 1.6}),
     "a list, separate projections, exact, uneven": Case(layers.Listed, (5, 7), how={"bound": "exact"}),
     "exact, nothing on one rank": Case(layers.Stacked, (9, 0), how={"bound": "exact"}),
-    "exact, nothing anywhere": Case(layers.Stacked, (0, 0), experts=3, how={"bound": "exact"}),
+    "exact, nothing anywhere": Case(layers.Stacked, (0, 0), how={"bound": "exact"}),
     "exact splits": Case(layers.Transposed, (5, 7), how={"bound": "exact", "transport": "all_to_all"}),
     "all to one rank, exact, float64": Case(layers.Stacked, (8, 5), how={"bound": "exact"}, skew=True, dtype=torch.float64),
     "computed again": Case(layers.OnInput, (20, 20), how={"bound": 1.6, "max_tokens": 20}, checkpointed=True),
-    "grouped products keep what they always keep": Case(layers.Grouped, (5, 7), experts=3, how={"bound": 1.0}),
-    "through Inductor": Case(layers.Shared, (20, 20), experts=6, how={"bound": 1.6}, behind="inductor"),
+    "grouped products keep what they always keep": Case(layers.Grouped, (5, 7), how={"bound": 1.0}),
+    "through Inductor": Case(layers.Shared, (20, 20), how={"bound": 1.6}, behind="inductor"),
     "slices of some": Case(layers.Stacked, (5, 7), how={"bound": 2.0, "experts": "tp"}),
 }
 

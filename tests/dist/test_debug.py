@@ -66,7 +66,7 @@ def test_other_ops(two: Workers) -> None:
 def test_nothing_to_complain_of(two: Workers, how: dict[str, Any]) -> None:
     """A model that is right stays so, with gradients."""
     kind, tokens = (layers.Shared, (6, 6)) if "tokens" in how else (layers.Stacked, (5, 7))
-    for found in two.run(equal.run, Case(kind, tokens, experts=3, how=how)):
+    for found in two.run(equal.run, Case(kind, tokens, how=how)):
         assert found.worst <= 2e-6, found
         assert len(found.report.fused) == 2
 

@@ -18,7 +18,7 @@ CASES = {
     "stacked, uneven": Case(layers.Stacked, (5, 7)),
     "a list of modules": Case(layers.Listed, (6, 4)),
     "transposed, biases, dense": Case(layers.Transposed, (5, 7)),
-    "grouped products": Case(layers.Grouped, (5, 7), experts=3),
+    "grouped products": Case(layers.Grouped, (5, 7)),
     "a shared expert": Case(layers.Shared, (5, 7)),
     "weight on the input": Case(layers.OnInput, (5, 7)),
     "nothing on one rank": Case(layers.Stacked, (9, 0)),
@@ -37,7 +37,7 @@ CASES = {
     "experts without remainder": Case(layers.Stacked, (6, 5), experts=4),
     "as many experts as ranks": Case(layers.Stacked, (6, 5), experts=2),
     "round robin": Case(layers.Stacked, (6, 5), how={"placement": "round_robin"}),
-    "a table": Case(layers.Listed, (6, 5), how={"placement": [1, 0, 0, 1, 0]}),
+    "a table": Case(layers.Listed, (6, 5), how={"placement": [1, 0, 1]}),
     "most tokens known": Case(layers.Stacked, (3, 8), how={"max_tokens": 11}),
     "equal numbers of tokens": Case(layers.Stacked, (6, 6), how={"max_tokens": "equal"}),
     "sums of gradients": Case(layers.Stacked, (6, 5), how={"grads": "sum"}),
@@ -58,7 +58,7 @@ CASES = {
     "exact splits of a list": Case(layers.Listed, (9, 0), how=EXACT),
     "exact splits, all to one rank": Case(layers.Stacked, (6, 5), skew=True, how=EXACT),
     "exact splits, computed again": Case(layers.Stacked, (5, 7), checkpointed=True, how=EXACT),
-    "exact splits, grouped products, a table": Case(layers.Grouped, (0, 7), how={**EXACT, "placement": [1, 0, 0, 1, 0]}),
+    "exact splits, grouped products, a table": Case(layers.Grouped, (0, 7), how={**EXACT, "placement": [1, 0, 1]}),
     "exact splits, weight on the input": Case(layers.OnInput, (1, 1), dtype=torch.float64, how=EXACT),
     "exact splits of slices": Case(layers.Transposed, (4, 5), how={**EXACT, "experts": "tp"}),
     "exact splits, inference": Case(layers.Shared, (4, 5), how=EXACT, train=False),
@@ -83,7 +83,7 @@ FOUR = {
     "two experts, the same tokens": Case(layers.Shared, (5, 5, 5, 5), experts=2, how={"tokens": "replicated"}),
     "experts and slices": Case(layers.Stacked, (5, 7), how={"experts": ("ep", "tp")}, tensor=2),
     "experts and slices, biases, a table": Case(
-        layers.Interleaved, (5, 0), how={"experts": ("ep", "tp"), "placement": [1, 0, 0, 1, 0]}, tensor=2
+        layers.Interleaved, (5, 0), how={"experts": ("ep", "tp"), "placement": [1, 0, 1]}, tensor=2
     ),
     "experts and slices, tokens of each rank's own": Case(layers.Stacked, (5, 0, 7, 3), how={"experts": ("ep", "tp")}, tensor=2),
     "experts and slices, most tokens known, sums": Case(
@@ -132,7 +132,7 @@ def test_weights_that_are_to_travel(two: Workers, kind: type[torch.nn.Module]) -
     Where a rank has no tokens, its gradients of zeros are waited for.
     """
     tokens = (5, 0) if kind in (layers.Hit, layers.Skipping) else (5, 7)
-    for found in two.run(equal.run, Case(kind, tokens, experts=3, how={"transport": "gather"})):
+    for found in two.run(equal.run, Case(kind, tokens, how={"transport": "gather"})):
         assert found.worst <= 2e-6, found
         assert not {op for op in found.ops if "ep_" in op}
         if kind is layers.Mixed:
@@ -152,7 +152,7 @@ def test_all_sizes_dynamic(two: Workers) -> None:
 
 def test_buffers_of_experts(two: Workers) -> None:
     """They may be statistics of a rank's own tokens: the layer gathers, and says of what."""
-    for found in two.run(equal.run, Case(layers.Buffers, (5, 7), experts=3, train=False)):
+    for found in two.run(equal.run, Case(layers.Buffers, (5, 7), train=False)):
         assert found.worst <= 2e-6, found
         texts = {s.message for s in found.report.skipped if s.code == "experts-gathered"}
         said = "`{}.bias` may differ from rank to rank: only Parameters are alike"
@@ -161,7 +161,7 @@ def test_buffers_of_experts(two: Workers) -> None:
 
 def test_what_is_refused_gathers(two: Workers) -> None:
     """Rows are mixed: nothing is fused, nothing is wrong, and both is said."""
-    for found in two.run(equal.run, Case(layers.Mixed, (5, 7), experts=3)):
+    for found in two.run(equal.run, Case(layers.Mixed, (5, 7), experts=2)):
         assert found.worst <= 2e-6, found
         assert not found.report.fused
         assert {s.code for s in found.report.skipped} == {"not-row-local", "experts-gathered"}, found.report
@@ -171,13 +171,13 @@ def test_what_is_refused_gathers(two: Workers) -> None:
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_through_inductor(two: Workers, kind: type[torch.nn.Module]) -> None:
     how = EXACT if kind is layers.Listed else {}
-    for found in two.run(equal.run, Case(kind, (5, 0), experts=3, behind="inductor", how=how)):
+    for found in two.run(equal.run, Case(kind, (5, 0), behind="inductor", how=how)):
         assert found.worst <= 2e-6, found
         assert len(found.report.fused) == 2
 
 
 def test_checkpoints_and_one_token(two: Workers) -> None:
     """Inductor partitions by sizes, and ranks have to dispatch again in the same order."""
-    for found in two.run(equal.run, Case(layers.Again, (1, 4), experts=3, behind="front")):
+    for found in two.run(equal.run, Case(layers.Again, (1, 4), behind="front")):
         assert found.worst <= 2e-6, found
         assert (len(found.report.fused), found.report.skipped) == (2, []), found.report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,6 @@ APART = "PeerError: first: rank 1 runs {} of {}, where rank 0 runs ep_dispatch o
 OUT_OF_STEP = "PeerError: first: this rank and the others of the mesh 'ep"
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Workers]:
-    workers = Workers(2, timeout=60)
-    yield workers
-    workers.close()
-
-
 @pytest.mark.parametrize(
     ("name", "how", "own"),
     [
@@ -33,9 +25,9 @@ def pair() -> Iterator[Workers]:
         ("too many", {**ALL_TO_ALL, "max_tokens": 6}, "TooManyTokens: first: rank 1 has 9 tokens, and max_tokens=6 was promised"),
     ],
 )
-def test_who_raises_first_says_so(pair: Workers, name: str, how: dict[str, Any], own: str) -> None:
+def test_who_raises_first_says_so(two: Workers, name: str, how: dict[str, Any], own: str) -> None:
     """In place of its number of tokens: nobody waits, and ranks that go on are in step."""
-    (text, seconds, again, later), (theirs, _, there_again, there_later) = pair.run(faults.fault, name, **how)
+    (text, seconds, again, later), (theirs, _, there_again, there_later) = two.run(faults.fault, name, **how)
     assert text == f"PeerError: first: {SEES}"
     assert seconds < TIMEOUT / 2
     assert theirs.startswith(own)
@@ -52,9 +44,9 @@ def test_who_raises_first_says_so(pair: Workers, name: str, how: dict[str, Any],
         ("eager and compiled", {}, ("gathered gate_up", "first with float32[24, 8] (ep")),
     ],
 )
-def test_ranks_that_run_something_else(pair: Workers, name: str, how: dict[str, Any], said: tuple[str, str]) -> None:
+def test_ranks_that_run_something_else(two: Workers, name: str, how: dict[str, Any], said: tuple[str, str]) -> None:
     """Collectives that would fit each other by chance, or kill the process in gloo: found before a row has travelled."""
-    for rank, (text, seconds, again, later) in enumerate(pair.run(faults.fault, name, **how)):
+    for rank, (text, seconds, again, later) in enumerate(two.run(faults.fault, name, **how)):
         wanted = "rank 1 runs {} of {}".format(*said)
         assert wanted in text, (rank, text)
         assert text.startswith("PeerError: ")
@@ -65,9 +57,9 @@ def test_ranks_that_run_something_else(pair: Workers, name: str, how: dict[str, 
         assert (again, later) == ("nothing", True), (rank, again)
 
 
-def test_a_failure_in_the_middle(pair: Workers) -> None:
+def test_a_failure_in_the_middle(two: Workers) -> None:
     """Who has left the order of collectives never sends rows again, and says so instead of the next ones."""
-    (text, _, again, later), (theirs, _, there_again, there_later) = pair.run(faults.fault, "in the middle")
+    (text, _, again, later), (theirs, _, there_again, there_later) = two.run(faults.fault, "in the middle")
     assert (text, theirs) == ("nothing", "OutOfMemoryError: rank 1 has no memory")
     assert again == "PeerError: first: rank 1 failed in the middle of an earlier call; its own error says why"
     assert there_again.startswith(OUT_OF_STEP)
@@ -85,10 +77,10 @@ LEAVING = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LEAVING)
-def test_a_rank_that_does_not_come(pair: Workers, name: str) -> None:
+def test_a_rank_that_does_not_come(two: Workers, name: str) -> None:
     """The group's timeout, and the layer's name; a rank that goes on afterwards raises, too, or is in step."""
     how, own = LEAVING[name]
-    (text, seconds, again, later), (theirs, _, there_again, there_later) = pair.run(faults.fault, name, **how)
+    (text, seconds, again, later), (theirs, _, there_again, there_later) = two.run(faults.fault, name, **how)
     assert text.startswith("PeerError: first: another rank of the mesh 'ep"), text
     assert seconds < TIMEOUT + 5
     assert theirs == own
@@ -97,8 +89,8 @@ def test_a_rank_that_does_not_come(pair: Workers, name: str) -> None:
     assert (later, there_later) == ("nothing", "nothing")
 
 
-def test_a_slow_rank(pair: Workers) -> None:
-    assert pair.run(faults.slow) == [True, True]
+def test_a_slow_rank(two: Workers) -> None:
+    assert two.run(faults.slow) == [True, True]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -117,16 +109,16 @@ def test_a_killed_rank(where: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["shapes", "a break beside"])
-def test_other_graphs(pair: Workers, how: str) -> None:
+def test_other_graphs(two: Workers, how: str) -> None:
     """Sizes that are symbols on one rank and constants, compiled again, on the other, seconds later; two graphs on one rank."""
-    for found in pair.run(faults.programs, how):
+    for found in two.run(faults.programs, how):
         assert len(found) == 3
         assert max(found) <= 1e-5, found
 
 
-def test_a_break_inside_of_experts_on_one_rank(pair: Workers) -> None:
+def test_a_break_inside_of_experts_on_one_rank(two: Workers) -> None:
     """There weights are gathered, here tokens travel: both are told, before a number is wrong."""
-    for found in pair.run(faults.programs, "a break inside"):
+    for found in two.run(faults.programs, "a break inside"):
         (text,) = found
         assert text.startswith("PeerError: "), text
         assert "rank 1 runs gathered gate_up of second with " in text

@@ -8,17 +8,19 @@ import pytest
 
 from tests.dist import hooked
 from tests.dist.workers import TIMEOUT, Workers
+from tests.strategies import THOROUGH
 
 CASES = [(kind, hook) for kind in hooked.KINDS for hook in hooked.HOOKS if hook == "none" or kind in ("skipping", "hit")]
 COUNTS = ((5, 0), (1, 2), (0, 0))
+"""Nothing on one rank, few that want other experts on each rank, and nothing anywhere."""
 COMPILED = [(kind, hook, train) for kind in ("skipping", "hit") for hook in hooked.HOOKS if hook != "none" for train in (True, False)]
 COMPILED += [(kind, hook, False) for kind in ("distinct", "acting", "breaking") for hook in ("none", "doubles")]
 
 
 @pytest.mark.parametrize(("kind", "hook"), CASES)
 def test_right(two: Workers, kind: str, hook: str) -> None:
-    """A rank without tokens, and few that want other experts on each rank; nobody waits for who calls less."""
-    for counts in ((5, 0), (1, 2)):
+    """Nobody waits for who calls less."""
+    for counts in COUNTS[:2]:
         assert max(two.run(hooked.hooked, kind, hook, counts)) <= 1e-5
 
 
@@ -49,17 +51,17 @@ def test_what_a_call_gives(two: Workers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "hook", "train"),
+    ("kind", "hook", "counts"),
     [
-        ("skipping", "records", True),  # torch knows that nobody has tokens: the rank's graph had no experts at all
-        ("hit", "before", True),
-        ("breaking", "none", True),  # which experts are compiled, each by itself, depends on a rank's tokens
+        ("skipping", "records", COUNTS[::2]),  # torch knows that nobody has tokens: the rank's graph had no experts at all
+        ("hit", "before", COUNTS[1:2]),
+        ("breaking", "none", COUNTS[:1]),  # which experts are compiled, each by itself, depends on a rank's tokens
     ],
 )
-def test_compiled(two: Workers, kind: str, hook: str, train: bool) -> None:
+def test_compiled(two: Workers, kind: str, hook: str, counts: tuple[tuple[int, int], ...]) -> None:
     """What a rank's tokens decide about calls of experts decides nothing about its collectives."""
-    for counts in COUNTS:
-        assert max(two.run(hooked.hooked, kind, hook, counts, train=train, compiled=True)) <= 1e-5
+    for some in counts if not THOROUGH else COUNTS:
+        assert max(two.run(hooked.hooked, kind, hook, some, compiled=True)) <= 1e-5
 
 
 @pytest.mark.sampled(6)
@@ -99,10 +101,8 @@ def test_the_report_names_the_hook(two: Workers) -> None:
         assert {code for code, *_ in skipped} == {"hook"}
 
 
-def test_compiled_with_a_hook_on_one_rank() -> None:
+def test_compiled_with_a_hook_on_one_rank(two: Workers) -> None:
     """Ranks that run other programs are told at once, and which hook it is."""
-    ranks = Workers(2)
-    for said, seconds in ranks.run(hooked.other_programs):
+    for said, seconds in two.run(hooked.other_programs):
         assert "first.experts.1 has one (register_forward_hook)" in said
         assert seconds < TIMEOUT
-    ranks.close()

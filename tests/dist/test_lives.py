@@ -8,8 +8,6 @@ from torch import nn
 from tests.dist import drawn, layers, lives
 from tests.dist.workers import Workers
 
-KINDS = pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
-
 FROZEN = {
     # Each case says why it is there.
     "some experts, before": (layers.Stacked, "first.down first.gate_up", True),
@@ -30,8 +28,7 @@ def test_evaluation_between_steps(two: Workers) -> None:
     assert max(two.run(lives.evaluated)) <= 1e-6
 
 
-@pytest.mark.parametrize("late", [False, True])
-@KINDS
+@pytest.mark.parametrize(("kind", "late"), [(layers.Stacked, False), (layers.Listed, True)])
 def test_another_dtype(two: Workers, kind: type[nn.Module], late: bool) -> None:
     """torch cannot swap what compiled code knows; an optimizer would be left with the Parameters of before."""
     for off, said in two.run(lives.converted, kind, late):
@@ -39,21 +36,20 @@ def test_another_dtype(two: Workers, kind: type[nn.Module], late: bool) -> None:
         assert ("is in an optimizer (SGD) and in compiled code" in said) == late
 
 
-@KINDS
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_a_copy(two: Workers, kind: type[nn.Module]) -> None:
     assert max(two.run(lives.copied, kind)) <= 1e-6
 
 
-@KINDS
-def test_the_mean_of_weights(two: Workers, kind: type[nn.Module]) -> None:
-    assert max(two.run(lives.smoothed, kind)) <= 2e-6
+def test_the_mean_of_weights(two: Workers) -> None:
+    assert max(two.run(lives.smoothed, layers.Listed)) <= 2e-6
 
 
 @pytest.mark.parametrize("grads", ["sum", "mean"])
 def test_a_bias_beside_slices_and_replicas(two: Workers, grads: str) -> None:
     """It is whole on every rank: what experts' gradients are multiplied by, for replicas that are averaged, is taken back of its own."""
     how = {"tokens": "replicated", "experts": ("dp", "tp"), "grads": grads}
-    case = drawn.Drawn("biased", "softmax", "nothing", 4, 2, (5, 7), "uniform", how, "float64", "train", 1, (2, 1))
+    case = drawn.Drawn("biased", "softmax", "nothing", 2, 2, (5, 7), "uniform", how, "float64", "train", 1, (2, 1))
     for found in two.run(drawn.run, case):
         assert (found.wrong, found.fused, found.skipped) == ([], 1, [])
 
@@ -61,7 +57,7 @@ def test_a_bias_beside_slices_and_replicas(two: Workers, grads: str) -> None:
 @pytest.mark.parametrize("mode", ["autocast", "mixed"])
 def test_autocast(two: Workers, mode: str) -> None:
     """Experts in float32, or in bfloat16 behind a router in float32: fused, as exact as one process."""
-    case = drawn.Drawn("loop", "softmax", "shared", 6, 2, (5, 7), "uniform", {"tokens": "distinct"}, "float32", mode, 1, (2,))
+    case = drawn.Drawn("loop", "softmax", "shared", 3, 2, (5, 7), "uniform", {"tokens": "distinct"}, "float32", mode, 1, (2,))
     for found in two.run(drawn.run, case):
         assert (found.wrong, found.fused, found.skipped) == ([], 1, [])
 

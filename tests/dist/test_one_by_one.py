@@ -55,6 +55,7 @@ def run(model: nn.Module, train: bool) -> Counter[str]:
 
 
 @pytest.mark.code_once
+@pytest.mark.every_value(2)
 @pytest.mark.parametrize("around", [True, False])
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
@@ -120,6 +121,7 @@ def fails(*_: object) -> None:
     raise ValueError("this proof cannot be made")
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("train", [False, True])
 def test_a_fused_layer_is_not_told_as_missed(
     mesh: DeviceMesh, train: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

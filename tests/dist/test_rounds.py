@@ -10,26 +10,22 @@ from tests.dist.equal import Case
 from tests.dist.workers import Workers
 
 
-def test_rounds_of_four_ranks() -> None:
+def test_rounds_of_four_ranks(four: Workers) -> None:
     """500, 200, 256 and no tokens, at most 128 of each rank at once: four rounds for all."""
-    workers = Workers(4)
-    try:
-        for found in workers.run(rounds.in_rounds):
-            assert found.rounds == 4
-            assert found.same
-            assert found.worst <= 2e-6
-            for peak, said in (found.small, found.whole):
-                assert peak == pytest.approx(said, rel=0.1)
-    finally:
-        workers.close()
+    for found in four.run(rounds.in_rounds):
+        assert found.rounds == 4
+        assert found.same
+        assert found.worst <= 2e-6
+        for peak, said in (found.small, found.whole):
+            assert peak == pytest.approx(said, rel=0.1)
 
 
 CASES = {
     "stacked": Case(layers.Stacked, (200, 3), train=False),
-    "a list, nothing on one rank": Case(layers.Listed, (0, 300), experts=3, train=False),
-    "transposed, biases, dense, a table": Case(layers.Transposed, (5, 7), train=False, how={"placement": [1, 0, 0, 1, 0]}),
+    "a list, nothing on one rank": Case(layers.Listed, (0, 300), train=False),
+    "transposed, biases, dense, a table": Case(layers.Transposed, (5, 7), train=False, how={"placement": [1, 0, 1]}),
     "weight on the input, most tokens known": Case(layers.OnInput, (130, 7), train=False, how={"max_tokens": 131}),
-    "slices": Case(layers.Stacked, (140, 7), experts=3, train=False, how={"experts": "tp", "debug": True}),
+    "slices": Case(layers.Stacked, (140, 7), train=False, how={"experts": "tp", "debug": True}),
 }
 
 
@@ -47,9 +43,9 @@ def test_one_op(two: Workers, name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "case"),
     [
-        (layers.Stacked, Case(layers.Stacked, (5, 7), experts=3)),  # gradients: what is saved is saved
-        (layers.Grouped, Case(layers.Grouped, (5, 7), experts=3, train=False)),  # the user's own code between grouped products
-        (layers.Shared, Case(layers.Shared, (6, 6), experts=3, train=False, how={"tokens": "replicated"})),  # nothing arrives
+        (layers.Stacked, Case(layers.Stacked, (5, 7))),  # gradients: what is saved is saved
+        (layers.Grouped, Case(layers.Grouped, (5, 7), train=False)),  # the user's own code between grouped products
+        (layers.Shared, Case(layers.Shared, (6, 6), train=False, how={"tokens": "replicated"})),  # nothing arrives
     ],
 )
 def test_all_at_once(two: Workers, kind: type[nn.Module], case: Case) -> None:
@@ -62,7 +58,7 @@ def test_all_at_once(two: Workers, kind: type[nn.Module], case: Case) -> None:
 
 def test_through_inductor(two: Workers) -> None:
     """A rank without tokens goes its rounds, though nothing reads what it gets."""
-    for found in two.run(rounds.limited, Case(layers.Stacked, (9, 0), experts=3, train=False, behind="inductor")):
+    for found in two.run(rounds.limited, Case(layers.Stacked, (9, 0), train=False, behind="inductor")):
         assert found.worst <= 2e-6, found
         assert found.ops["moefuse.ep_experts.default"] == 2
 
@@ -70,7 +66,7 @@ def test_through_inductor(two: Workers) -> None:
 @pytest.mark.parametrize(("name", "ops"), [("slices", 2), ("exact splits", 0)])
 def test_without_a_limit(two: Workers, name: str, ops: int) -> None:
     """One op, all tokens at once; not where the host waits for numbers of rows, which is what a graph then has to see."""
-    cases = {**CASES, "exact splits": Case(layers.Stacked, (5, 7), experts=3, train=False, how={"transport": "all_to_all"})}
+    cases = {**CASES, "exact splits": Case(layers.Stacked, (5, 7), train=False, how={"transport": "all_to_all"})}
     for found in two.run(equal.run, cases[name]):
         assert found.worst <= 2e-6, found
         assert found.ops.get("moefuse.ep_experts.default", 0) == ops

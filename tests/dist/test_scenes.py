@@ -16,10 +16,9 @@ from tests.dist.workers import Workers
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
-def test_training(two: Workers, kind: type[nn.Module]) -> None:
+def test_training(two: Workers) -> None:
     """Micro-batches, the norm of gradients, clipping and AdamW: those of one process."""
-    for norms, outs in two.run(scenes.training, kind):
+    for norms, outs in two.run(scenes.training, layers.Listed, 3):
         assert norms <= 1e-6
         assert outs <= 1e-5
 
@@ -105,13 +104,9 @@ def test_too_many_tokens(two: Workers) -> None:
         assert text == f"first: rank {rank} has 9 tokens, and max_tokens=6 was promised"
 
 
-def test_a_rank_that_raises() -> None:
+def test_a_rank_that_raises(two: Workers) -> None:
     """The other one ends with the layer's name, at the latest after the group's timeout."""
-    workers = Workers(2, timeout=15)
-    try:
-        found = workers.run(scenes.raising)
-    finally:
-        workers.close()
+    found = two.run(scenes.raising)
     assert found[1] == "ValueError: rank 1 has a bad batch"
     assert found[0].startswith("PeerError: second: another rank of the mesh 'ep' failed, or did not come: "), found[0]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 PLACES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "linear": ({}, (2,)),
     "round robin": ({"placement": "round_robin"}, (2,)),
-    "a table with gaps": ({"placement": [0, 0, 0, 0, 1, 1]}, (2,)),
+    "a table with gaps": ({"placement": [0, 0, 0, 1]}, (2,)),
     "slices": ({"experts": "tp"}, (2,)),
     "slices of some": ({"experts": ("ep", "tp"), "tokens": ("distinct", "replicated")}, (1, 2)),
     "some, in full slices": ({"experts": ("ep", "tp"), "tokens": ("distinct", "replicated")}, (2, 1)),
@@ -84,13 +83,6 @@ def test_beside_fsdp(two: Workers, tmp_path: Path) -> None:
         assert text.startswith("FSDPModel is a FSDPModule of another library now, which knows the spread experts: make the model anew")
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Workers]:
-    workers = Workers(4)
-    yield workers
-    workers.close()
-
-
 @pytest.mark.thorough
 def test_copies_from_the_meta_device(four: Workers) -> None:
     """Hooks that average gradients over copies are on the Parameters that there are, and not on those that were."""
@@ -105,8 +97,6 @@ def test_slices_of_some_experts(four: Workers, kind: type[nn.Module], tmp_path: 
     path = saved(tmp_path, state_of(kind))
     assert max(max(worst) for worst in four.run(wholes.loaded, kind, how, (2, 2), path)) <= 1e-5
     assert all(gathered == 0 and worst <= 1e-5 for gathered, worst in four.run(wholes.undone, kind, how, (2, 2)))
-    for read, held, _ in four.run(wholes.bytes_read, kind, how, (2, 2), path):
-        assert read == held
 
 
 def per_expert(state: dict[str, Tensor], gate: str = "gate.weight", up: str = "up.weight", down: str = "down.weight") -> dict[str, Tensor]:
@@ -149,7 +139,7 @@ def test_misuse(two: Workers, tmp_path: Path) -> None:
         assert text.startswith("ParallelError: first.")
         assert text.endswith("is on the meta device: call model.to_empty(device=...) before moefuse.load")
     (tmp_path / "less").mkdir()
-    gone = "second.experts.5.2.weight"  # of the last rank alone
+    gone = "second.experts.3.2.weight"  # of the last rank alone
     less = saved(tmp_path / "less", {**{k: v for k, v in state.items() if k != gone}, "spare": torch.ones(1)})
     for text in two.run(wholes.error_of, less, layers.Listed):
         assert text.startswith("RuntimeError: Error(s) in loading a checkpoint for Model:\n\tMissing key(s) in the checkpoint: ")

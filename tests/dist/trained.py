@@ -32,7 +32,6 @@ def run(rank: int, folder: str, spread: bool) -> tuple[float, float, list[str], 
     Returns:
         The loss; the largest difference of what was saved from the model that was trained; the files of the checkpoint; warnings.
     """
-    torch._dynamo.reset()
     env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     with mock.patch.dict(os.environ, env), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

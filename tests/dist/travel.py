@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import moefuse.ops  # noqa: F401
 from moefuse.parallel.meshes import register
 from moefuse.runtime.groups import Terms
+from tests.dist import scenes
 
 E = 4
 
@@ -22,7 +21,7 @@ def together(rank: int, transport: str, counts: tuple[int, ...]) -> list[tuple[i
     Gradients are checked on the way: a token's are the sum of those that it got on each rank with an expert of it.
     """
     same = transport == "all_reduce"
-    name = register(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))["ep"])
+    name = register(scenes.mesh())
     terms = Terms(name, transport, "replicated" if same else "sequence").text  # type: ignore[arg-type]
     first = 0 if same else sum(counts[:rank])
     number = torch.arange(first, first + counts[rank])

@@ -48,7 +48,7 @@ WANTS: dict[str, Callable[[Any, Tensor, int], None]] = {
 
 def trained(rank: int, name: str, how: dict[str, Any], behind: str | None = "aot_eager") -> float:
     """The largest error of outputs and of the gradients of experts that are wanted on both ranks, against one process."""
-    model, single = scenes.both(layers.Stacked, **how)
+    model, single = scenes.both(layers.Stacked, 2, **how)
     same = how.get("tokens") == "replicated" or ("max_tokens" in how and how["max_tokens"] == "equal")
     every = [torch.randn(5 if same else n, layers.H, generator=torch.Generator().manual_seed(r)) for r, n in enumerate(TOKENS)]
     every = every[:1] * 2 if how.get("tokens") == "replicated" else every

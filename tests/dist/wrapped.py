@@ -25,8 +25,6 @@ E, STEPS = 4, 2
 
 def trained(rank: int, kind: type[nn.Module], around: str, settings: dict[str, Any]) -> tuple[float, float, int]:
     """(largest difference of outputs from one process, of gradients of the rest, layers fused); ranks have other numbers of tokens."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     single = layers.Model(kind, E)
     model = copy.deepcopy(single)
     mesh = scenes.mesh()
@@ -67,8 +65,6 @@ def ddp(rank: int, kind: type[nn.Module], form: str, settings: Mapping[str, Any]
         one_graph: Dynamo cuts graphs at DDP's buckets, or not.
         waits: the first micro-batch does not reduce.
     """
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     single = layers.Model(kind, E)
     model: Any = copy.deepcopy(single)
     moefuse.parallelize(model, scenes.mesh())

@@ -38,7 +38,7 @@ CASES = {
     "exact splits": Case(layers.Listed, (5, 7), how={"transport": "all_to_all"}),
     "exact splits, nothing on one rank": Case(layers.Stacked, (0, 7), how={"transport": "all_to_all"}),
     "shared memory": Case(layers.Stacked, (3, 8), how={"transport": "symm", "max_tokens": 11}),
-    "shared memory, a list, a table": Case(layers.Listed, (9, 0), how={"transport": "symm", "max_tokens": 9, "placement": [1, 0, 0, 1, 0]}),
+    "shared memory, a list, a table": Case(layers.Listed, (9, 0), how={"transport": "symm", "max_tokens": 9, "placement": [1, 0, 1]}),
     "shared memory, grouped, equal": Case(layers.Grouped, (6, 6), how={"transport": "symm", "max_tokens": "equal"}),
     "shared memory, slices": Case(layers.Transposed, (5, 2), how={"transport": "symm", "max_tokens": 7, "experts": "tp"}),
     "shared memory, computed again": Case(layers.Stacked, (5, 7), how={"transport": "symm", "max_tokens": 7}, checkpointed=True),
