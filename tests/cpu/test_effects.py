@@ -10,6 +10,7 @@ import torch
 from tests.cpu.test_around_calls import DUALS_LEFT
 from tests.programs.effects import NAMES, Program, draw, shrunk, verdict
 from tests.programs.effects.faults import FAULTS, shows
+from tests.programs.effects.found import FOUND
 from tests.programs.effects.layers import Spelling
 from tests.programs.effects.program import Effect
 from tests.programs.effects.run import fails
@@ -77,6 +78,15 @@ def test_each_defence_is_enough(name: str, defence: str) -> None:
     found = shows(FAULTS[name], on=defence)
     assert not found.failed, f"{defence} lets {name} through: {found.wrong[:3]}\n{FAULTS[name].program}"
     assert defence != "last look" or "effects-differ" in found.codes
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_wrong_once(name: str) -> None:
+    """Two calls, between which parameters change: everything that a user can see of them is eager's, and as much is fused as can be."""
+    case = FOUND[name]
+    seen = verdict(case.program, case.behind)
+    assert (seen.wrong, seen.theirs, seen.no_program) == ([], [], ""), f"{seen}\n{case.program}"
+    assert (seen.fused, case.codes and tuple(sorted(set(seen.codes)))) == (case.fused, case.codes), f"{seen}\n{case.program}"
 
 
 def test_views_and_writes_come_from_torch() -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import moefuse
+from tests.cpu.beside_eager import MoE
+from tests.cpu.capture_case import Seen, capturing
 from tests.cpu.test_relations import E, H, K, Layer as Written, T
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -97,3 +99,25 @@ def test_tokens_that_eager_code_changes_before_backward(change: Callable[[Tensor
     report = moefuse.last_report()
     assert report is not None
     assert len(report.fused) == 1, report
+
+
+def test_weights_that_the_caller_changes_behind_the_call() -> None:
+    """They are an input of the graph; eager has kept what it gathered of them."""
+
+    class Given(MoE):
+        def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+            return self.add_experts(torch.zeros_like(x), x, weights, ids)
+
+    torch.manual_seed(0)
+    model, seen, x = Given(), Seen(), torch.randn(9, H)
+    weights, ids = model.route(x)
+    gradients = []
+    for run in (model, torch.compile(model, backend=capturing(seen, behind="aot_eager"))):
+        model.zero_grad()
+        given = weights.detach().clone()
+        out = run(x, given, ids)
+        given.mul_(2)
+        out.square().sum().backward()
+        gradients.append([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+    assert len(seen.report.fused) == 1
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
