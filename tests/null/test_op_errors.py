@@ -48,118 +48,64 @@ EXPERTS: dict[str, Any] = {
 SEPARATE = {"gating": "separate", "w_in": [z(3, 4, 6)], "w_up": [z(3, 4, 6)]}
 
 
-def case(name: str, changes: dict[str, Any], error: type[Exception], text: str) -> Any:
-    return pytest.param(changes, error, text, id=name)
+Row = tuple[str, dict[str, Any], str]
+"""A name, what is changed of legal values, and what the error says."""
 
 
-EXPERTS_ERRORS = [
-    case("x-rank", {"x": z(1, 5, 6)}, ValueError, "argument `x` has shape [1, 5, 6]; legal: [T, H]"),
-    case("x-dtype", {"x": ids(5, 6)}, TypeError, f"argument `x` has dtype int64; legal: {FLOATS}"),
-    case("ids-rank", {"ids": ids(10)}, ValueError, "argument `ids` has shape [10]; legal: [T, K]"),
-    case("ids-dtype", {"ids": z(5, 2)}, TypeError, f"argument `ids` has dtype float32; legal: {INTS}"),
-    case("ids-rows", {"ids": ids(4, 2)}, ValueError, "argument `ids` has shape [4, 2]; legal: [T, K] with T=5, the rows of `x`"),
-    case("weights-rank", {"weights": z(10)}, ValueError, "argument `weights` has shape [10]; legal: [T, K], the shape of `ids`"),
-    case("weights-dtype", {"weights": ids(5, 2)}, TypeError, f"argument `weights` has dtype int64; legal: {FLOATS}"),
-    case("weights-rows", {"weights": z(4, 2)}, ValueError, "argument `weights` has shape [4, 2]; legal: [5, 2], the shape of `ids`"),
-    case("weights-columns", {"weights": z(5, 3)}, ValueError, "argument `weights` has shape [5, 3]; legal: [5, 2], the shape of `ids`"),
-    case("ids-device", {"ids": ids(5, 2).to("meta")}, ValueError, "argument `ids` is on meta; legal: cpu, the device of `x`"),
-    case("weights-device", {"weights": z(5, 2).to("meta")}, ValueError, "argument `weights` is on meta; legal: cpu, the device of `x`"),
-    case("weight-device", {"w_in": [z(3, 8, 6).to("meta")]}, ValueError, "argument `w_in` is on meta; legal: cpu, the device of `x`"),
-    case("gating", {"gating": "glu"}, ValueError, "argument `gating` is 'glu'; legal: 'merged', 'interleaved', 'separate', 'plain'"),
-    case("activation", {"activation": "swish"}, ValueError, f"argument `activation` is 'swish'; legal: {ACTIVATIONS}"),
-    case("args", {"activation_args": [1.0]}, ValueError, "argument `activation_args` has 1 values; legal: 0 for activation 'silu'"),
-    case(
-        "args-named",
-        {"activation": "swiglu_oai"},
-        ValueError,
-        "argument `activation_args` has 0 values; legal: 2 (alpha, limit) for activation 'swiglu_oai'",
-    ),
-    case(
-        "plain-with-gated-activation",
-        {"gating": "plain", "activation": "silu_clamp", "activation_args": [1.0]},
-        ValueError,
-        "argument `gating` is 'plain'; legal: a gated form, because activation 'silu_clamp' mixes gate and up",
-    ),
-    case(
-        "up-first",
-        {**SEPARATE, "up_first": True},
-        ValueError,
-        "argument `up_first` is True; legal: False for gating 'separate'; only 'merged' and 'interleaved' have an order",
-    ),
-    case("out-dtype", {"out_dtype": torch.int32}, TypeError, f"argument `out_dtype` is int32; legal: None, {FLOATS}"),
-    case("w-in-empty", {"w_in": []}, ValueError, f"argument `w_in` is empty; legal: {WEIGHT}"),
-    case("w-in-rank", {"w_in": [z(24)]}, ValueError, f"argument `w_in[0]` has shape [24] in a list of 1; legal: {WEIGHT}"),
-    case(
-        "w-in-ranks", {"w_in": [z(8, 6), z(1, 8, 6)]}, ValueError, f"argument `w_in[1]` has shape [1, 8, 6] in a list of 2; legal: {WEIGHT}"
-    ),
-    case(
-        "w-in-shapes-differ",
-        {"w_in": [z(8, 6), z(8, 6), z(8, 5)]},
-        ValueError,
-        "argument `w_in[2]` has shape [8, 5]; legal: [8, 6], the shape of `w_in[0]`",
-    ),
-    case("w-in-dtype", {"w_in": [z(3, 8, 6).half()]}, TypeError, "argument `w_in` has dtype float16; legal: float32, the dtype of `x`"),
-    case(
-        "w-in-one-dtype",
-        {"w_in": [z(8, 6), z(8, 6).half(), z(8, 6)]},
-        TypeError,
-        "argument `w_in[1]` has dtype float16; legal: float32, the dtype of `x`",
-    ),
-    case("w-in-hidden", {"w_in": [z(3, 8, 5)]}, ValueError, "argument `w_in` holds 3 experts of shape [8, 5]; legal: 6 input features"),
-    case(
-        "w-in-odd",
-        {"w_in": [z(3, 7, 6)]},
-        ValueError,
-        "argument `w_in` has 7 output features; legal: an even number for gating 'merged' (gate and up)",
-    ),
-    case(
-        "w-up-unwanted",
-        {"w_up": [z(3, 4, 6)]},
-        ValueError,
-        "argument `w_up` holds 1 tensors; legal: an empty list for gating 'merged'; only 'separate' has it",
-    ),
-    case(
-        "b-up-unwanted",
-        {"b_up": [z(3, 4)]},
-        ValueError,
-        "argument `b_up` holds 1 tensors; legal: an empty list for gating 'merged'; only 'separate' has it",
-    ),
-    case("w-up-missing", {**SEPARATE, "w_up": []}, ValueError, f"argument `w_up` is empty; legal: {WEIGHT}"),
-    case(
-        "w-up-experts",
-        {**SEPARATE, "w_up": [z(2, 4, 6)]},
-        ValueError,
-        "argument `w_up` holds 2 experts of shape [4, 6]; legal: 3 experts, as in `w_in`",
-    ),
-    case(
-        "w-up-width",
-        {**SEPARATE, "w_up": [z(3, 5, 6)]},
-        ValueError,
-        "argument `w_up` holds 3 experts of shape [5, 6]; legal: 4 output features",
-    ),
-    case("w-out-width", {"w_out": [z(3, 7, 8)]}, ValueError, "argument `w_out` holds 3 experts of shape [7, 8]; legal: 4 input features"),
-    case(
-        "w-out-list-length",
-        {"w_out": [z(7, 4), z(7, 4)]},
-        ValueError,
-        "argument `w_out` holds 2 experts of shape [7, 4]; legal: 3 experts, as in `w_in`",
-    ),
-    case("b-in-rank", {"b_in": [z(3, 8, 1)]}, ValueError, f"argument `b_in[0]` has shape [3, 8, 1] in a list of 1; legal: {VECTOR}"),
-    case("b-in-count", {"b_in": [z(2, 8)]}, ValueError, "argument `b_in` holds 2 vectors of size 8; legal: 3 vectors, one per expert"),
-    case(
-        "b-in-size",
-        {"b_in": [z(3, 4)]},
-        ValueError,
-        "argument `b_in` holds 3 vectors of size 4; legal: size 8, the output features of its projection",
-    ),
-    case(
-        "b-out-size",
-        {"b_out": [z(3, 8)]},
-        ValueError,
-        "argument `b_out` holds 3 vectors of size 8; legal: size 7, the output features of its projection",
-    ),
-    case("b-out-dtype", {"b_out": [z(3, 7).double()]}, TypeError, "argument `b_out` has dtype float64; legal: float32, the dtype of `x`"),
-]
+def kind(text: str) -> type[Exception]:
+    return TypeError if "dtype" in text else ValueError
+
+
+EXPERTS_ERRORS: list[Row] = [
+    ("x-rank", {"x": z(1, 5, 6)}, "argument `x` has shape [1, 5, 6]; legal: [T, H]"),
+    ("x-dtype", {"x": ids(5, 6)}, f"argument `x` has dtype int64; legal: {FLOATS}"),
+    ("ids-rank", {"ids": ids(10)}, "argument `ids` has shape [10]; legal: [T, K]"),
+    ("ids-dtype", {"ids": z(5, 2)}, f"argument `ids` has dtype float32; legal: {INTS}"),
+    ("ids-rows", {"ids": ids(4, 2)}, "argument `ids` has shape [4, 2]; legal: [T, K] with T=5, the rows of `x`"),
+    ("weights-rank", {"weights": z(10)}, "argument `weights` has shape [10]; legal: [T, K], the shape of `ids`"),
+    ("weights-dtype", {"weights": ids(5, 2)}, f"argument `weights` has dtype int64; legal: {FLOATS}"),
+    ("weights-rows", {"weights": z(4, 2)}, "argument `weights` has shape [4, 2]; legal: [5, 2], the shape of `ids`"),
+    ("weights-columns", {"weights": z(5, 3)}, "argument `weights` has shape [5, 3]; legal: [5, 2], the shape of `ids`"),
+    ("ids-device", {"ids": ids(5, 2).to("meta")}, "argument `ids` is on meta; legal: cpu, the device of `x`"),
+    ("weights-device", {"weights": z(5, 2).to("meta")}, "argument `weights` is on meta; legal: cpu, the device of `x`"),
+    ("weight-device", {"w_in": [z(3, 8, 6).to("meta")]}, "argument `w_in` is on meta; legal: cpu, the device of `x`"),
+    ("gating", {"gating": "glu"}, "argument `gating` is 'glu'; legal: 'merged', 'interleaved', 'separate', 'plain'"),
+    ("activation", {"activation": "swish"}, f"argument `activation` is 'swish'; legal: {ACTIVATIONS}"),
+    ("args", {"activation_args": [1.0]}, "argument `activation_args` has 1 values; legal: 0 for activation 'silu'"),
+    ("args-named", {"activation": "swiglu_oai"},
+     "argument `activation_args` has 0 values; legal: 2 (alpha, limit) for activation 'swiglu_oai'"),
+    ("plain-with-gated-activation", {"gating": "plain", "activation": "silu_clamp", "activation_args": [1.0]},
+     "argument `gating` is 'plain'; legal: a gated form, because activation 'silu_clamp' mixes gate and up"),
+    ("up-first", {**SEPARATE, "up_first": True},
+     "argument `up_first` is True; legal: False for gating 'separate'; only 'merged' and 'interleaved' have an order"),
+    ("out-dtype", {"out_dtype": torch.int32}, f"argument `out_dtype` is int32; legal: None, {FLOATS}"),
+    ("w-in-empty", {"w_in": []}, f"argument `w_in` is empty; legal: {WEIGHT}"),
+    ("w-in-rank", {"w_in": [z(24)]}, f"argument `w_in[0]` has shape [24] in a list of 1; legal: {WEIGHT}"),
+    ("w-in-ranks", {"w_in": [z(8, 6), z(1, 8, 6)]}, f"argument `w_in[1]` has shape [1, 8, 6] in a list of 2; legal: {WEIGHT}"),
+    ("w-in-shapes-differ", {"w_in": [z(8, 6), z(8, 6), z(8, 5)]},
+     "argument `w_in[2]` has shape [8, 5]; legal: [8, 6], the shape of `w_in[0]`"),
+    ("w-in-dtype", {"w_in": [z(3, 8, 6).half()]}, "argument `w_in` has dtype float16; legal: float32, the dtype of `x`"),
+    ("w-in-one-dtype", {"w_in": [z(8, 6), z(8, 6).half(), z(8, 6)]},
+     "argument `w_in[1]` has dtype float16; legal: float32, the dtype of `x`"),
+    ("w-in-hidden", {"w_in": [z(3, 8, 5)]}, "argument `w_in` holds 3 experts of shape [8, 5]; legal: 6 input features"),
+    ("w-in-odd", {"w_in": [z(3, 7, 6)]}, "argument `w_in` has 7 output features; legal: an even number for gating 'merged' (gate and up)"),
+    ("w-up-unwanted", {"w_up": [z(3, 4, 6)]},
+     "argument `w_up` holds 1 tensors; legal: an empty list for gating 'merged'; only 'separate' has it"),
+    ("b-up-unwanted", {"b_up": [z(3, 4)]},
+     "argument `b_up` holds 1 tensors; legal: an empty list for gating 'merged'; only 'separate' has it"),
+    ("w-up-missing", {**SEPARATE, "w_up": []}, f"argument `w_up` is empty; legal: {WEIGHT}"),
+    ("w-up-experts", {**SEPARATE, "w_up": [z(2, 4, 6)]}, "argument `w_up` holds 2 experts of shape [4, 6]; legal: 3 experts, as in `w_in`"),
+    ("w-up-width", {**SEPARATE, "w_up": [z(3, 5, 6)]}, "argument `w_up` holds 3 experts of shape [5, 6]; legal: 4 output features"),
+    ("w-out-width", {"w_out": [z(3, 7, 8)]}, "argument `w_out` holds 3 experts of shape [7, 8]; legal: 4 input features"),
+    ("w-out-list-length", {"w_out": [z(7, 4), z(7, 4)]},
+     "argument `w_out` holds 2 experts of shape [7, 4]; legal: 3 experts, as in `w_in`"),
+    ("b-in-rank", {"b_in": [z(3, 8, 1)]}, f"argument `b_in[0]` has shape [3, 8, 1] in a list of 1; legal: {VECTOR}"),
+    ("b-in-count", {"b_in": [z(2, 8)]}, "argument `b_in` holds 2 vectors of size 8; legal: 3 vectors, one per expert"),
+    ("b-in-size", {"b_in": [z(3, 4)]}, "argument `b_in` holds 3 vectors of size 4; legal: size 8, the output features of its projection"),
+    ("b-out-size", {"b_out": [z(3, 8)]},
+     "argument `b_out` holds 3 vectors of size 8; legal: size 7, the output features of its projection"),
+    ("b-out-dtype", {"b_out": [z(3, 7).double()]}, "argument `b_out` has dtype float64; legal: float32, the dtype of `x`"),
+]  # fmt: skip
 
 
 def both(call: Callable[[bool], Any], error: type[Exception], text: str) -> None:
@@ -186,16 +132,16 @@ def invoke(op: Any, values: dict[str, Any], fake: bool) -> Any:
         return op(**{k: faked(v, mode) for k, v in values.items()})
 
 
-@pytest.mark.parametrize(("changes", "error", "text"), EXPERTS_ERRORS)
-def test_experts(changes: dict[str, Any], error: type[Exception], text: str) -> None:
-    both(lambda fake: invoke(ops.experts, {**EXPERTS, **changes}, fake), error, f"moefuse::experts: {text}")
+@pytest.mark.parametrize(("name", "changes", "text"), EXPERTS_ERRORS)
+def test_experts(name: str, changes: dict[str, Any], text: str) -> None:
+    both(lambda fake: invoke(ops.experts, {**EXPERTS, **changes}, fake), kind(text), f"moefuse::experts: {text}")
 
 
-@pytest.mark.parametrize(("changes", "error", "text"), EXPERTS_ERRORS[:3])
-def test_experts_under_autograd(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+@pytest.mark.parametrize(("name", "changes", "text"), EXPERTS_ERRORS[:3])
+def test_experts_under_autograd(name: str, changes: dict[str, Any], text: str) -> None:
     """The differentiated path names the public op too."""
     values = {**EXPERTS, **changes, "w_out": [z(3, 7, 4).requires_grad_()]}
-    with pytest.raises(error) as caught:
+    with pytest.raises(kind(text)) as caught:
         ops.experts(**values)
     assert str(caught.value) == f"moefuse::experts: {text}"
 
@@ -208,87 +154,99 @@ FAMILY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("op", FAMILY)
-@pytest.mark.parametrize(("changes", "error", "text"), [case for case in EXPERTS_ERRORS if case.id != "weight-device"][::4])
-def test_the_op_that_was_called_is_named(op: str, changes: dict[str, Any], error: type[Exception], text: str) -> None:
+@pytest.mark.parametrize(("name", "changes", "text"), [row for row in EXPERTS_ERRORS if row[0] != "weight-device"][::4])
+def test_the_op_that_was_called_is_named(op: str, name: str, changes: dict[str, Any], text: str) -> None:
     values = {**EXPERTS, **FAMILY[op], **changes}
-    both(lambda fake: invoke(getattr(ops, op), values, fake), error, f"moefuse::{op}: {text}")
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "text"),
-    [
-        case("x-rank", {"x": z(6)}, ValueError, "argument `x` has shape [6]; legal: [T, H]"),
-        case("ids-rank", {"ids": ids(5)}, ValueError, "argument `ids` has shape [5]; legal: [T, K]"),
-        case("ids-dtype", {"ids": z(5, 2)}, TypeError, f"argument `ids` has dtype float32; legal: {INTS}"),
-        case("ids-rows", {"ids": ids(4, 2)}, ValueError, "argument `ids` has shape [4, 2]; legal: [T, K] with T=5, the rows of `x`"),
-        case("ids-device", {"ids": ids(5, 2).to("meta")}, ValueError, "argument `ids` is on meta; legal: cpu, the device of `x`"),
-        case("num-experts", {"num_experts": 0}, ValueError, "argument `num_experts` is 0; legal: 1 or more"),
-    ],
-)
-def test_permute(changes: dict[str, Any], error: type[Exception], text: str) -> None:
-    values = {"x": z(5, 6), "ids": ids(5, 2), "num_experts": 3, **changes}
-    both(lambda fake: invoke(ops.permute, values, fake), error, f"moefuse::permute: {text}")
+    both(lambda fake: invoke(getattr(ops, op), values, fake), kind(text), f"moefuse::{op}: {text}")
 
 
 GROUPED: dict[str, Any] = {"xs": z(10, 6), "offsets": ids(4), "w": [z(3, 4, 6)], "b": []}
+OTHERS: dict[str, tuple[dict[str, Any], list[Row]]] = {
+    "permute": ({"x": z(5, 6), "ids": ids(5, 2), "num_experts": 3}, [
+        ("x-rank", {"x": z(6)}, "argument `x` has shape [6]; legal: [T, H]"),
+        ("ids-rank", {"ids": ids(5)}, "argument `ids` has shape [5]; legal: [T, K]"),
+        ("ids-dtype", {"ids": z(5, 2)}, f"argument `ids` has dtype float32; legal: {INTS}"),
+        ("ids-rows", {"ids": ids(4, 2)}, "argument `ids` has shape [4, 2]; legal: [T, K] with T=5, the rows of `x`"),
+        ("ids-device", {"ids": ids(5, 2).to("meta")}, "argument `ids` is on meta; legal: cpu, the device of `x`"),
+        ("num-experts", {"num_experts": 0}, "argument `num_experts` is 0; legal: 1 or more"),
+    ]),
+    "grouped_linear": (GROUPED, [
+        ("xs-rank", {"xs": z(10)}, "argument `xs` has shape [10]; legal: [S, in]"),
+        ("xs-dtype", {"xs": ids(10, 6)}, f"argument `xs` has dtype int64; legal: {FLOATS}"),
+        ("w-empty", {"w": []}, f"argument `w` is empty; legal: {WEIGHT}"),
+        ("w-dtype", {"w": [z(3, 4, 6).half()]}, "argument `w` has dtype float16; legal: float32, the dtype of `xs`"),
+        ("w-width", {"w": [z(3, 4, 5)]}, "argument `w` has 5 input features; legal: 6, the columns of `xs`"),
+        ("b-size", {"b": [z(3, 5)]}, "argument `b` holds 3 vectors of size 5; legal: size 4, the output features of its projection"),
+        ("offsets-rank", {"offsets": ids(4, 1)}, "argument `offsets` has shape [4, 1]; legal: [E + 1]"),
+        ("offsets-dtype", {"offsets": ids(4).int()}, "argument `offsets` has dtype int32; legal: int64"),
+        ("offsets-size", {"offsets": ids(3)}, "argument `offsets` has shape [3]; legal: [E + 1] = [4] for 3 experts"),
+        ("offsets-device", {"offsets": ids(4).to("meta")}, "argument `offsets` is on meta; legal: cpu, the device of `xs`"),
+    ]),
+    "grouped_linear_coded": ({
+        **GROUPED, "w": [z(3, 4, 6, dtype=torch.int8)], "codes": [z(3, 4, 1)], "encoding": str(Encoding("s8", (1, 0))),
+    }, [
+        ("xs-rank", {"xs": z(10)}, "argument `xs` has shape [10]; legal: [S, in]"),
+        ("w-width", {"w": [z(3, 4, 5, dtype=torch.int8)]}, "argument `w` has 5 input features; legal: 6, the columns of `xs`"),
+        ("offsets-size", {"offsets": ids(3)}, "argument `offsets` has shape [3]; legal: [E + 1] = [4] for 3 experts"),
+    ]),
+    "expert_rows": ({"v": [z(3, 4)], "offsets": ids(4), "num_rows": 10}, [
+        ("v-rank", {"v": [z(3, 4, 5)]}, f"argument `v[0]` has shape [3, 4, 5] in a list of 1; legal: {VECTOR}"),
+        ("offsets-size", {"offsets": ids(3)}, "argument `offsets` has shape [3]; legal: [E + 1] = [4] for 3 experts"),
+        ("offsets-device", {"offsets": ids(4).to("meta")}, "argument `offsets` is on meta; legal: cpu, the device of `v`"),
+        ("num-rows", {"num_rows": -1}, "argument `num_rows` is -1; legal: 0 or more"),
+    ]),
+    "combine": ({"ys": z(10, 6), "weights": z(5, 2), "order": ids(10), "offsets": ids(4), "top_k": 2, "out_dtype": None}, [
+        ("ys-rank", {"ys": z(10)}, "argument `ys` has shape [10]; legal: [S, H]"),
+        ("ys-dtype", {"ys": ids(10, 6)}, f"argument `ys` has dtype int64; legal: {FLOATS}"),
+        ("order-rank", {"order": ids(5, 2)}, "argument `order` has shape [5, 2]; legal: [S]"),
+        ("order-dtype", {"order": ids(10).int()}, "argument `order` has dtype int32; legal: int64"),
+        ("order-size", {"order": ids(9)}, "argument `order` has shape [9]; legal: [S] = [10], the rows of `ys`"),
+        ("offsets-size", {"offsets": ids(1)}, "argument `offsets` has shape [1]; legal: [E + 1] with E >= 1"),
+        ("order-device", {"order": ids(10).to("meta")}, "argument `order` is on meta; legal: cpu, the device of `ys`"),
+        ("offsets-device", {"offsets": ids(4).to("meta")}, "argument `offsets` is on meta; legal: cpu, the device of `ys`"),
+        ("top-k", {"top_k": 0}, "argument `top_k` is 0; legal: 1 or more"),
+        ("top-k-divides", {"top_k": 3, "weights": None}, "argument `top_k` is 3; legal: a divisor of S=10, the rows of `ys`"),
+        ("weights-rank", {"weights": z(10)}, "argument `weights` has shape [10]; legal: [T, K]"),
+        ("weights-dtype", {"weights": ids(5, 2)}, f"argument `weights` has dtype int64; legal: {FLOATS}"),
+        ("weights-device", {"weights": z(5, 2).to("meta")}, "argument `weights` is on meta; legal: cpu, the device of `ys`"),
+        ("weights-k", {"weights": z(5, 3)}, "argument `weights` has shape [5, 3]; legal: [T, K] with K=2, the value of `top_k`"),
+        ("weights-t", {"weights": z(4, 2)}, "argument `weights` has shape [4, 2]; legal: [T, K] with T*K=10, the rows of `ys`"),
+        ("out-dtype", {"out_dtype": torch.int32}, f"argument `out_dtype` is int32; legal: None, {FLOATS}"),
+    ]),
+    "topk": ({"scores": z(5, 8), "k": 2}, [
+        ("scores-rank", {"scores": z()}, "argument `scores` has shape []; legal: [..., E]"),
+        ("scores-dtype", {"scores": ids(5, 8)}, f"argument `scores` has dtype int64; legal: {FLOATS}"),
+        ("k-many", {"k": 9}, "argument `k` is 9; legal: 0 to the number of experts, 8"),
+        ("k-negative", {"k": -1}, "argument `k` is -1; legal: 0 to the number of experts, 8"),
+    ]),
+    "route": ({**dataclasses.asdict(Recipe(2)), "logits": z(5, 8), "bias": None, "out_dtype": torch.float32}, [
+        ("logits-dtype", {"logits": ids(5, 8)}, f"argument `logits` has dtype int64; legal: {FLOATS}"),
+        ("k-many", {"k": 9}, "argument `k` is 9; legal: 0 to the number of experts, 8"),
+        ("bias", {"bias": z(7)}, "argument `bias` has shape [7]; legal: [E] with E=8, the last dimension of `logits`"),
+        ("score", {"score": "tanh"}, "argument `score` is 'tanh'; legal: 'identity', 'softmax', 'sigmoid'"),
+        ("weight", {"weight": "tanh"}, "argument `weight` is 'tanh'; legal: 'identity', 'softmax', 'sigmoid'"),
+        ("out-dtype", {"out_dtype": torch.int32}, f"argument `out_dtype` is int32; legal: {FLOATS}"),
+        ("groups", {"groups": 3}, "argument `groups` is 3; legal: 0, or a divisor of the number of experts, 8"),
+        ("kept", {"groups": 4, "kept": 5}, "argument `kept` is 5; legal: 0 to the number of groups, 4"),
+        ("best", {"groups": 4, "best": 3}, "argument `best` is 3; legal: 0 to the experts of a group, 2"),
+    ]),
+    "router_logits": ({"x": z(5, 6), "w": z(8, 6), "bias": None, "out_dtype": torch.float32}, [
+        ("x-rank", {"x": z()}, "argument `x` has shape []; legal: [..., H]"),
+        ("x-dtype", {"x": ids(5, 6)}, f"argument `x` has dtype int64; legal: {FLOATS}"),
+        ("w-rank", {"w": z(2, 8, 6)}, "argument `w` has shape [2, 8, 6]; legal: [E, H]"),
+        ("w-inputs", {"w": z(8, 7)}, "argument `w` has shape [8, 7]; legal: [E, H] with H=6, the last dimension of `x`"),
+        ("bias", {"bias": z(7)}, "argument `bias` has shape [7]; legal: [E] with E=8, the first dimension of `w`"),
+        ("out-dtype", {"out_dtype": torch.int32}, f"argument `out_dtype` is int32; legal: {FLOATS}"),
+    ]),
+}  # fmt: skip
+"""Of the other ops: legal values, and what is wrong with others."""
+
+OF_OTHERS = [pytest.param(op, {**legal, **row[1]}, row[2], id=f"{op}-{row[0]}") for op, (legal, rows) in OTHERS.items() for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "text"),
-    [
-        case("xs-rank", {"xs": z(10)}, ValueError, "argument `xs` has shape [10]; legal: [S, in]"),
-        case("xs-dtype", {"xs": ids(10, 6)}, TypeError, f"argument `xs` has dtype int64; legal: {FLOATS}"),
-        case("w-empty", {"w": []}, ValueError, f"argument `w` is empty; legal: {WEIGHT}"),
-        case("w-dtype", {"w": [z(3, 4, 6).half()]}, TypeError, "argument `w` has dtype float16; legal: float32, the dtype of `xs`"),
-        case("w-width", {"w": [z(3, 4, 5)]}, ValueError, "argument `w` has 5 input features; legal: 6, the columns of `xs`"),
-        case(
-            "b-size",
-            {"b": [z(3, 5)]},
-            ValueError,
-            "argument `b` holds 3 vectors of size 5; legal: size 4, the output features of its projection",
-        ),
-        case("offsets-rank", {"offsets": ids(4, 1)}, ValueError, "argument `offsets` has shape [4, 1]; legal: [E + 1]"),
-        case("offsets-dtype", {"offsets": ids(4).int()}, TypeError, "argument `offsets` has dtype int32; legal: int64"),
-        case("offsets-size", {"offsets": ids(3)}, ValueError, "argument `offsets` has shape [3]; legal: [E + 1] = [4] for 3 experts"),
-        case("offsets-device", {"offsets": ids(4).to("meta")}, ValueError, "argument `offsets` is on meta; legal: cpu, the device of `xs`"),
-    ],
-)
-def test_grouped_linear(changes: dict[str, Any], error: type[Exception], text: str) -> None:
-    both(lambda fake: invoke(ops.grouped_linear, {**GROUPED, **changes}, fake), error, f"moefuse::grouped_linear: {text}")
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "text"),
-    [
-        case("xs-rank", {"xs": z(10)}, ValueError, "argument `xs` has shape [10]; legal: [S, in]"),
-        case(
-            "w-width", {"w": [z(3, 4, 5, dtype=torch.int8)]}, ValueError, "argument `w` has 5 input features; legal: 6, the columns of `xs`"
-        ),
-        case("offsets-size", {"offsets": ids(3)}, ValueError, "argument `offsets` has shape [3]; legal: [E + 1] = [4] for 3 experts"),
-    ],
-)
-def test_grouped_linear_coded(changes: dict[str, Any], error: type[Exception], text: str) -> None:
-    """What it shares with ``grouped_linear`` names it."""
-    coded = {"w": [z(3, 4, 6, dtype=torch.int8)], "codes": [z(3, 4, 1)], "encoding": str(Encoding("s8", (1, 0)))}
-    both(
-        lambda fake: invoke(ops.grouped_linear_coded, {**GROUPED, **coded, **changes}, fake),
-        error,
-        f"moefuse::grouped_linear_coded: {text}",
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "text"),
-    [
-        case("v-rank", {"v": [z(3, 4, 5)]}, ValueError, f"argument `v[0]` has shape [3, 4, 5] in a list of 1; legal: {VECTOR}"),
-        case("offsets-size", {"offsets": ids(3)}, ValueError, "argument `offsets` has shape [3]; legal: [E + 1] = [4] for 3 experts"),
-        case("offsets-device", {"offsets": ids(4).to("meta")}, ValueError, "argument `offsets` is on meta; legal: cpu, the device of `v`"),
-        case("num-rows", {"num_rows": -1}, ValueError, "argument `num_rows` is -1; legal: 0 or more"),
-    ],
-)
-def test_expert_rows(changes: dict[str, Any], error: type[Exception], text: str) -> None:
-    values = {"v": [z(3, 4)], "offsets": ids(4), "num_rows": 10, **changes}
-    both(lambda fake: invoke(ops.expert_rows, values, fake), error, f"moefuse::expert_rows: {text}")
+@pytest.mark.parametrize(("op", "values", "text"), OF_OTHERS)
+def test_other_ops(op: str, values: dict[str, Any], text: str) -> None:
+    both(lambda fake: invoke(getattr(ops, op), values, fake), kind(text), f"moefuse::{op}: {text}")
 
 
 def test_expert_rows_of_nothing() -> None:
@@ -296,94 +254,6 @@ def test_expert_rows_of_nothing() -> None:
     with pytest.raises(ValueError, match=r"^moefuse::expert_rows: argument `v` is empty") as caught:
         ops.expert_rows([], ids(4), 10)
     assert str(caught.value) == text
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "text"),
-    [
-        case("ys-rank", {"ys": z(10)}, ValueError, "argument `ys` has shape [10]; legal: [S, H]"),
-        case("ys-dtype", {"ys": ids(10, 6)}, TypeError, f"argument `ys` has dtype int64; legal: {FLOATS}"),
-        case("order-rank", {"order": ids(5, 2)}, ValueError, "argument `order` has shape [5, 2]; legal: [S]"),
-        case("order-dtype", {"order": ids(10).int()}, TypeError, "argument `order` has dtype int32; legal: int64"),
-        case("order-size", {"order": ids(9)}, ValueError, "argument `order` has shape [9]; legal: [S] = [10], the rows of `ys`"),
-        case("offsets-size", {"offsets": ids(1)}, ValueError, "argument `offsets` has shape [1]; legal: [E + 1] with E >= 1"),
-        case("order-device", {"order": ids(10).to("meta")}, ValueError, "argument `order` is on meta; legal: cpu, the device of `ys`"),
-        case("offsets-device", {"offsets": ids(4).to("meta")}, ValueError, "argument `offsets` is on meta; legal: cpu, the device of `ys`"),
-        case("top-k", {"top_k": 0}, ValueError, "argument `top_k` is 0; legal: 1 or more"),
-        case(
-            "top-k-divides", {"top_k": 3, "weights": None}, ValueError, "argument `top_k` is 3; legal: a divisor of S=10, the rows of `ys`"
-        ),
-        case("weights-rank", {"weights": z(10)}, ValueError, "argument `weights` has shape [10]; legal: [T, K]"),
-        case("weights-dtype", {"weights": ids(5, 2)}, TypeError, f"argument `weights` has dtype int64; legal: {FLOATS}"),
-        case(
-            "weights-device", {"weights": z(5, 2).to("meta")}, ValueError, "argument `weights` is on meta; legal: cpu, the device of `ys`"
-        ),
-        case(
-            "weights-k",
-            {"weights": z(5, 3)},
-            ValueError,
-            "argument `weights` has shape [5, 3]; legal: [T, K] with K=2, the value of `top_k`",
-        ),
-        case(
-            "weights-t",
-            {"weights": z(4, 2)},
-            ValueError,
-            "argument `weights` has shape [4, 2]; legal: [T, K] with T*K=10, the rows of `ys`",
-        ),
-        case("out-dtype", {"out_dtype": torch.int32}, TypeError, f"argument `out_dtype` is int32; legal: None, {FLOATS}"),
-    ],
-)
-def test_combine(changes: dict[str, Any], error: type[Exception], text: str) -> None:
-    values = {"ys": z(10, 6), "weights": z(5, 2), "order": ids(10), "offsets": ids(4), "top_k": 2, "out_dtype": None, **changes}
-    both(lambda fake: invoke(ops.combine, values, fake), error, f"moefuse::combine: {text}")
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "text"),
-    [
-        case("scores-rank", {"scores": z()}, ValueError, "argument `scores` has shape []; legal: [..., E]"),
-        case("scores-dtype", {"scores": ids(5, 8)}, TypeError, f"argument `scores` has dtype int64; legal: {FLOATS}"),
-        case("k-many", {"k": 9}, ValueError, "argument `k` is 9; legal: 0 to the number of experts, 8"),
-        case("k-negative", {"k": -1}, ValueError, "argument `k` is -1; legal: 0 to the number of experts, 8"),
-    ],
-)
-def test_topk(changes: dict[str, Any], error: type[Exception], text: str) -> None:
-    both(lambda fake: invoke(ops.topk, {"scores": z(5, 8), "k": 2, **changes}, fake), error, f"moefuse::topk: {text}")
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "text"),
-    [
-        case("logits-dtype", {"logits": ids(5, 8)}, TypeError, f"argument `logits` has dtype int64; legal: {FLOATS}"),
-        case("k-many", {"k": 9}, ValueError, "argument `k` is 9; legal: 0 to the number of experts, 8"),
-        case("bias", {"bias": z(7)}, ValueError, "argument `bias` has shape [7]; legal: [E] with E=8, the last dimension of `logits`"),
-        case("score", {"score": "tanh"}, ValueError, "argument `score` is 'tanh'; legal: 'identity', 'softmax', 'sigmoid'"),
-        case("weight", {"weight": "tanh"}, ValueError, "argument `weight` is 'tanh'; legal: 'identity', 'softmax', 'sigmoid'"),
-        case("out-dtype", {"out_dtype": torch.int32}, TypeError, f"argument `out_dtype` is int32; legal: {FLOATS}"),
-        case("groups", {"groups": 3}, ValueError, "argument `groups` is 3; legal: 0, or a divisor of the number of experts, 8"),
-        case("kept", {"groups": 4, "kept": 5}, ValueError, "argument `kept` is 5; legal: 0 to the number of groups, 4"),
-        case("best", {"groups": 4, "best": 3}, ValueError, "argument `best` is 3; legal: 0 to the experts of a group, 2"),
-    ],
-)
-def test_route(changes: dict[str, Any], error: type[Exception], text: str) -> None:
-    fields = {**dataclasses.asdict(Recipe(2)), "logits": z(5, 8), "bias": None, "out_dtype": torch.float32, **changes}
-    both(lambda fake: invoke(ops.route, fields, fake), error, f"moefuse::route: {text}")
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "text"),
-    [
-        case("x-rank", {"x": z()}, ValueError, "argument `x` has shape []; legal: [..., H]"),
-        case("x-dtype", {"x": ids(5, 6)}, TypeError, f"argument `x` has dtype int64; legal: {FLOATS}"),
-        case("w-rank", {"w": z(2, 8, 6)}, ValueError, "argument `w` has shape [2, 8, 6]; legal: [E, H]"),
-        case("w-inputs", {"w": z(8, 7)}, ValueError, "argument `w` has shape [8, 7]; legal: [E, H] with H=6, the last dimension of `x`"),
-        case("bias", {"bias": z(7)}, ValueError, "argument `bias` has shape [7]; legal: [E] with E=8, the first dimension of `w`"),
-        case("out-dtype", {"out_dtype": torch.int32}, TypeError, f"argument `out_dtype` is int32; legal: {FLOATS}"),
-    ],
-)
-def test_router_logits(changes: dict[str, Any], error: type[Exception], text: str) -> None:
-    values = {"x": z(5, 6), "w": z(8, 6), "bias": None, "out_dtype": torch.float32, **changes}
-    both(lambda fake: invoke(ops.router_logits, values, fake), error, f"moefuse::router_logits: {text}")
 
 
 def test_internal_forward_has_no_gradient() -> None:
