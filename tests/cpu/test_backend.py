@@ -144,7 +144,10 @@ def test_the_first_run_of_the_op_is_under_pythons_dispatcher() -> None:
 {layer}
 MoE.__init__.__defaults__ = 64, 48, 3, 2
 x = torch.randn(16, 64)
-with torch._inductor.config.patch(force_disable_caches=True):
+from torch._inductor import compile_fx as inductor  # all of it but code, which comes behind the pass
+original = inductor.compile_fx
+inductor.compile_fx = lambda gm, inputs, *_, **__: original(gm, inputs, inner_compile=lambda traced, *_, **__: traced.forward)
+with torch._inductor.config.patch(force_disable_caches=True), torch._functorch.config.patch(enable_autograd_cache=False):
 {textwrap.indent(shown, "    ")}
 report = moefuse.last_report()
 assert len(report.fused) == 1 and not report.skipped, report

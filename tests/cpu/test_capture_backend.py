@@ -55,12 +55,14 @@ def test_through_inductor_with_gradients(name: str) -> None:
     assert counters["graph_break"] == {}
 
 
+@pytest.mark.usefixtures("no_code")
 def test_inference_mode() -> None:
     model = layer()
     with torch.inference_mode():
         torch.testing.assert_close(torch.compile(model, backend="moefuse")(X, LOGITS), model(X, LOGITS))
 
 
+@pytest.mark.code_once
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["CountsIterations", "BreaksEarly", "MoreThanOne", "OnlyPython"])
 def test_a_near_miss_through_inductor(name: str) -> None:
@@ -72,6 +74,7 @@ def test_a_near_miss_through_inductor(name: str) -> None:
             torch.testing.assert_close(compiled(X, logits), model(X, logits))
 
 
+@pytest.mark.usefixtures("no_code")
 def test_other_backends_see_dynamo_unchanged() -> None:
     """In one process, one after the other and around each other: graphs of another backend break where they always did."""
     graphs, other = recording()
@@ -135,6 +138,7 @@ def test_when_moefuse_fails_the_program_runs_as_without_it(where: str, monkeypat
     assert {"internal-error", "verification-error"} & seen.codes
 
 
+@pytest.mark.usefixtures("no_code")
 def test_a_bug_in_capture_itself_costs_only_the_capture(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from moefuse.capture import guess
 
@@ -148,6 +152,7 @@ def test_a_bug_in_capture_itself_costs_only_the_capture(monkeypatch: pytest.Monk
     assert "moefuse failed while it looked at" in caplog.text
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("how", ["option", "environment"])
 def test_switched_off_by_hand(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how == "environment":
@@ -173,11 +178,13 @@ def test_a_torch_without_the_hooks_switches_capture_off(monkeypatch: pytest.Monk
     assert "note    capture of data-dependent" in str(report)
 
 
+@pytest.mark.usefixtures("no_code")
 def test_strict_names_what_was_not_captured() -> None:
     with pytest.raises(FusionError, match="not-captured: this loop depends on data, and `count` is read after it"):
         torch.compile(layer("CountsIterations"), backend="moefuse", options={"strict": True})(X, LOGITS)
 
 
+@pytest.mark.usefixtures("no_code")
 def test_strict_says_nothing_about_code_without_experts() -> None:
     def rows(x: torch.Tensor) -> torch.Tensor:
         for row in (x[:, 0] > 0).nonzero():
@@ -217,6 +224,7 @@ def test_recompiling_and_reset() -> None:
     assert len(report.fused) == 1
 
 
+@pytest.mark.usefixtures("no_code")
 def test_regional_compilation() -> None:
     model = torch.nn.ModuleList([layer(), layer("ContinueWhenEmpty")])
     for part in model:
@@ -229,6 +237,7 @@ def test_regional_compilation() -> None:
             assert (len(report.fused), report.graph_count) == (1, 1)
 
 
+@pytest.mark.usefixtures("no_code")
 def test_a_compiled_layer_inside_a_frame_of_another_backend() -> None:
     inner, (_graphs, other) = layer(), recording()
     plain_inner = copy.deepcopy(inner)
@@ -291,7 +300,7 @@ def test_one_failed_assumption_is_enough(monkeypatch: pytest.MonkeyPatch) -> Non
         original(self, *args, **kwargs)
 
     monkeypatch.setattr(Frame, "retreat", counting)
-    model, seen = layer("FlagAfterwards"), Seen()
+    model, seen = layer("MoreThanOne"), Seen()
 
     def many(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         ids = logits.topk(2).indices
@@ -305,6 +314,7 @@ def test_one_failed_assumption_is_enough(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(retreats) == len({id(log) for log in retreats}) >= 1
 
 
+@pytest.mark.usefixtures("no_code")
 def test_a_graph_that_the_compiler_cannot_take_goes_to_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the compiler makes of a rewritten graph, or of a loop in one graph, is no reason for a program to stop that runs without."""
     original = _torch_private.compile_fx

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.cpu.capture_case import Packed, Seen, call, capturing
-from tests.programs.loops import KINDS, H, logits_for
-from tests.programs.loops.near_segments import Cut
+from tests.programs.loops import KINDS, H, K, logits_for
+from tests.programs.loops.segments import Ordered
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -38,6 +38,32 @@ LOOKS: dict[str, Whole] = {
     "append": lambda _, outs: (outs.append(torch.zeros(0, H)), torch.cat(outs) * len(outs))[1],
     "clear": lambda _, outs: (torch.cat(outs), outs.clear(), len(outs))[0],
 }
+
+
+class Cut(Ordered):
+    """Pieces in a list, put together again; subclasses change one thing."""
+
+    def order(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        perm = ids.flatten().argsort(stable=True)
+        return perm, perm // K
+
+    def whole(self, outs: list[Tensor]) -> Tensor:
+        return torch.cat(outs, dim=0)
+
+    def piece(self, e: int, h: Tensor, n: int) -> Tensor:
+        return self.expert(e, h)
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        perm, token = self.order(ids)
+        rows, outs, start = x[token], [], 0
+        for e, n in enumerate(self.counts(ids).tolist()):
+            if n == 0:
+                continue
+            end = start + n
+            outs.append(self.piece(e, rows[start:end], n))
+            start = end
+        return self.unsorted(self.whole(outs), perm, weights)
 
 
 def _counted(items: list[Tensor]) -> int:

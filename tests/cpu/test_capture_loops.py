@@ -6,13 +6,16 @@ import functools
 import linecache
 import re
 import types
+from collections.abc import Collection
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.torch_version import TorchVersion
 
 from tests.cpu.capture_case import Seen, capturing, check, plain
-from tests.programs import loops
+from tests.programs import generated, loops
+from tests.programs.generated import Loop
 from tests.programs.loops import NEAR_MISS, POSITIVE, H, Layer, counters, dummies, gradients, offsets, unique
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -22,11 +25,29 @@ NEEDS_2_12 = pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reaso
 """Rows assigned to a slice of unknown length."""
 
 
-OLD = ("FilledByCumsum", "EndsAsList")
+OLD = ("FilledByCumsum",)
+
+
+def alone(base: Loop, **parts: Collection[str]) -> dict[str, Loop]:
+    """A generated loop with each of the ways to say one of its parts."""
+    found = {f"{field}-{name}": replace(base, **{field: name}) for field, names in parts.items() for name in names}  # type: ignore[arg-type]
+    return {name: loop for name, loop in found.items() if generated.sensible(loop)}
+
+
+ROWS, PIECES = Loop("range", skip="numel"), Loop(cut="list", skip="zero", add="append")
+ALONE = {
+    **alone(ROWS, over=generated.OVER, mask=generated.MASKS, skip=generated.SKIPS, gather=generated.GATHERS, add=generated.ADDS),
+    **alone(ROWS, weigh=generated.WEIGHS, store=generated.STORES, rebind=generated.REBINDS, between=generated.BETWEEN),
+    **alone(Loop("nonzero"), hit=generated.HITS),
+    **alone(Loop("range", add="index_add"), init=generated.INITS),
+    **alone(PIECES, cut=generated.CUTS, counts=generated.COUNTS, rows=generated.ROWS),
+    **alone(Loop(cut="list"), order=generated.ORDERS),
+}
+GENERATED = [pytest.param(generated.layer(loop), id=name, marks=NEEDS_2_12) for name, loop in ALONE.items()]
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("cls", [pytest.param(c, id=n, marks=NEEDS_2_12 if n in OLD else ()) for n, c in POSITIVE.items()])
+@pytest.mark.parametrize("cls", [*(pytest.param(c, id=n, marks=NEEDS_2_12 if n in OLD else ()) for n, c in POSITIVE.items()), *GENERATED])
 def test_a_loop_is_one_graph_and_fused(cls: type[Layer]) -> None:
     seen = check(cls)
     assert len(seen.graphs) == 1
@@ -58,8 +79,31 @@ def test_what_only_looks_like_one_runs_as_without_moefuse(cls: type[Layer], caps
     """Values, gradients and Python's state equal eager's; nothing is fused; Dynamo breaks the graph where it always did."""
     seen = check(cls)
     assert seen.report.fused == []
-    if cls is NEAR_MISS["Prints"]:
-        return  # int(row) is one more break where Dynamo may read numbers out of tensors
+    if cls is not NEAR_MISS["Prints"]:  # int(row) is one more break where Dynamo may read numbers out of tensors
+        _breaks_as_ever(cls, seen)
+
+
+TWISTED = [
+    *(Loop(over, skip="numel", twist=name) for name in generated.twists(cut=False) for over in ("range", "nonzero")),
+    *(
+        Loop(cut=cut, skip="zero", add=add, twist=n)
+        for n in generated.twists(cut=True)
+        for cut, add in (("list", "append"), ("numpy", "iadd"))
+    ),
+]
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("loop", [loop for loop in TWISTED if generated.sensible(loop)], ids=lambda p: f"{p.over or p.cut}-{p.twist}")
+def test_every_twist_computes_what_it_says(loop: Loop) -> None:
+    """Some are fused all the same (another routing, a sum that a number scales); all others break the graph where they always did."""
+    layer = generated.layer(loop)
+    seen = check(layer)
+    if not seen.report.fused:
+        _breaks_as_ever(layer, seen)
+
+
+def _breaks_as_ever(cls: type[Layer], seen: Seen) -> None:
     without = check(cls, options=plain(capture=False))
     if _break_at_bincount(without):
         assert len(seen.graphs) <= len(without.graphs)
@@ -69,7 +113,7 @@ def test_what_only_looks_like_one_runs_as_without_moefuse(cls: type[Layer], caps
 
 def _break_at_bincount(seen: Seen) -> bool:
     """Whether the graph breaks at ``bincount``: capture traces it, so that it breaks elsewhere."""
-    places = [re.findall(r"(\S+\.py):(\d+)", text)[-1] for text in seen.report.graph_breaks]
+    places = [re.findall(r"(\S+\.py|<loop \d+>):(\d+)", text)[-1] for text in seen.report.graph_breaks]
     return any("bincount(" in linecache.getline(file, int(line)) for file, line in places)
 
 

@@ -37,6 +37,12 @@ def _without_gradients(w: Tensor, b: Tensor, a: Tensor, s: Tensor) -> Tensor:
 
 APART: dict[str, Spelling] = {
     "alpha": lambda w, b, a, s: torch.add(w, b @ a, alpha=S),
+    "baddbmm": lambda w, b, a, s: torch.baddbmm(w, b, a, alpha=S),
+    "bmm first": lambda w, b, a, s: torch.bmm(b, a) * S + w,
+    "einsum": lambda w, b, a, s: w + torch.einsum("eor,eri->eoi", b, a) * S,
+    "einsum, swapped": lambda w, b, a, s: w + torch.einsum("eri,eor->eoi", a, b) * S,
+    "turned": lambda w, b, a, s: (w.transpose(1, 2) + S * (a.transpose(1, 2) @ b.transpose(1, 2))).transpose(1, 2),
+    "in float64": lambda w, b, a, s: (w.double() + S * (b.double() @ a.double())).to(w.dtype),
     "names of arguments": lambda w, b, a, s: torch.add(w, other=torch.matmul(b, other=a), alpha=S),
     "subtracted": lambda w, b, a, s: w - S * (b @ a),
     "from behind": lambda w, b, a, s: torch.rsub(b @ a, w, alpha=S),
@@ -56,6 +62,8 @@ APART: dict[str, Spelling] = {
     "experts between": lambda w, b, a, s: w + S * torch.einsum("oer,rei->eoi", b.permute(1, 0, 2), a.permute(1, 0, 2)),
     "experts last, turned": lambda w, b, a, s: w + S * torch.einsum("roe,eri->eoi", b.permute(1, 2, 0).transpose(0, 1), a),
     "experts last, two terms": lambda w, b, a, s: w + (torch.einsum("ore,eri->eoi", b.permute(1, 2, 0), a) + 0.5 * (b.sin() @ a)),
+    "other experts' terms": lambda w, b, a, s: w + S * (b.flip(0) @ a),
+    "scaled by the weight": lambda w, b, a, s: w + w.square().mean() * (b @ a),
     "one A for all": lambda w, b, a, s: w + S * (b @ a[0]),
     "expert by expert": lambda w, b, a, s: torch.stack([w[e] + S * b[e] @ a[e] for e in range(E)]),
     "addmm of each": lambda w, b, a, s: torch.stack([torch.addmm(w[e], b[e], a[e], alpha=S) for e in range(E)]),
@@ -191,6 +199,8 @@ def _unseen(w: Tensor, b: Tensor, a: Tensor, s: Tensor) -> Tensor:
 MADE: dict[str, tuple[Spelling, str]] = {
     "beta": (lambda w, b, a, s: torch.baddbmm(w, b, a, alpha=S, beta=0.5), "the weight itself is scaled there"),
     "all scaled": (lambda w, b, a, s: S * (w + b @ a), "the weight itself is scaled there"),
+    "twice": (lambda w, b, a, s: 2 * w + S * (b @ a), "the weight itself is scaled there"),
+    "squared": (lambda w, b, a, s: w + (b @ a).square(), "`square` computes it"),
     "lerp": (lambda w, b, a, s: torch.lerp(w, b @ a, 0.5), "`lerp` computes it"),
     "a scale for each expert": (lambda w, b, a, s: w + b.mean((1, 2), keepdim=True) * (b @ a), "multiplied with a tensor"),
     "magnitude": (lambda w, b, a, s: (w + b @ a) / (w + b @ a).norm(dim=-1, keepdim=True), "divided by a tensor"),

@@ -159,7 +159,7 @@ class Beside(nn.Module):
 def test_a_model_with_adapters(stacked: bool) -> None:
     """The option reaches layers with low-rank terms; nothing as large as h is kept."""
     torch.manual_seed(0)
-    model: nn.Module = test_lora_weights.Layer(test_lora_weights.SPELLINGS["baddbmm"]) if stacked else Beside()
+    model: nn.Module = test_lora_weights.Layer(test_lora_weights.baddbmm) if stacked else Beside()
     x, found = torch.randn(40, 32), []
     for again in (False, True):
         torch._dynamo.reset()
@@ -195,7 +195,7 @@ class Unknown(test_lora_weights.Layer):
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_body_that_keeps_its_activations(trained: bool) -> None:
     """It says so once, and only where something would be kept."""
-    layer = Unknown(test_lora_weights.SPELLINGS["baddbmm"])
+    layer = Unknown(test_lora_weights.baddbmm)
     with torch.set_grad_enabled(trained):
         torch.compile(layer, backend="moefuse", options={"recompute": True, "expect": 1})(torch.randn(40, 32))
     report = moefuse.last_report()

@@ -52,6 +52,10 @@ Row = tuple[str, dict[str, Any], str]
 """A name, what is changed of legal values, and what the error says."""
 
 
+def named(rows: list[Row]) -> list[Any]:
+    return [pytest.param(changes, text, id=name) for name, changes, text in rows]
+
+
 def kind(text: str) -> type[Exception]:
     return TypeError if "dtype" in text else ValueError
 
@@ -132,13 +136,13 @@ def invoke(op: Any, values: dict[str, Any], fake: bool) -> Any:
         return op(**{k: faked(v, mode) for k, v in values.items()})
 
 
-@pytest.mark.parametrize(("name", "changes", "text"), EXPERTS_ERRORS)
-def test_experts(name: str, changes: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize(("changes", "text"), named(EXPERTS_ERRORS))
+def test_experts(changes: dict[str, Any], text: str) -> None:
     both(lambda fake: invoke(ops.experts, {**EXPERTS, **changes}, fake), kind(text), f"moefuse::experts: {text}")
 
 
-@pytest.mark.parametrize(("name", "changes", "text"), EXPERTS_ERRORS[:3])
-def test_experts_under_autograd(name: str, changes: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize(("changes", "text"), named(EXPERTS_ERRORS[:3]))
+def test_experts_under_autograd(changes: dict[str, Any], text: str) -> None:
     """The differentiated path names the public op too."""
     values = {**EXPERTS, **changes, "w_out": [z(3, 7, 4).requires_grad_()]}
     with pytest.raises(kind(text)) as caught:
@@ -154,8 +158,8 @@ FAMILY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("op", FAMILY)
-@pytest.mark.parametrize(("name", "changes", "text"), [row for row in EXPERTS_ERRORS if row[0] != "weight-device"][::4])
-def test_the_op_that_was_called_is_named(op: str, name: str, changes: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize(("changes", "text"), named([row for row in EXPERTS_ERRORS if row[0] != "weight-device"][::4]))
+def test_the_op_that_was_called_is_named(op: str, changes: dict[str, Any], text: str) -> None:
     values = {**EXPERTS, **FAMILY[op], **changes}
     both(lambda fake: invoke(getattr(ops, op), values, fake), kind(text), f"moefuse::{op}: {text}")
 

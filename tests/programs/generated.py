@@ -257,7 +257,28 @@ TWISTS: dict[str, dict[str, str]] = {
     "detaches": {"weigh": "{}\ny = y.detach()"},
     "rounds": {"rebind": "{}\nout = out.bfloat16().to(x.dtype)"},
     "remembers_a_count": {"after": "self.calls = h_count\n{}"},
-}
+    "fills_a_dict": {"before": "{}\nnumbers = {'n': 0}", "after": "numbers['n'] += 1\n{}", "end": "out = out * numbers['n']\n{}"},
+    "returns_early": {"after": "{}\nreturn out"},
+    "returns_when_empty": {"skip": "if h_count == 0: return out"},
+    "takes_from_an_iterator": {"before": "{}\nscales = iter(range(1, E + 1))", "weigh": "{}\ny = y * next(scales)"},
+    "takes_from_a_generator": {"before": "{}\nscales = (float(i) for i in range(1, E + 1))", "weigh": "{}\ny = y * next(scales)"},
+    "takes_from_a_dict": {"before": "{}\nscales = iter(dict.fromkeys(range(1, E + 1)))", "weigh": "{}\ny = y * next(scales)"},
+    "one_mutates": {"after": "if e == 1: x.mul_(0.5)\n{}"},
+    "one_is_odd": {"weigh": "{}\nif e == 2: y = y * 3"},
+    "one_of_a_tuple_is_odd": {"weigh": "{}\ny = y * (1.0, 1.0, 2.0, 1.0)[e]"},
+    "one_adds_elsewhere": {
+        "before": "{}\nother = torch.zeros_like(x)", "add": "if e == 1: other = other + y.sum()\n{}",
+        "end": "out = out + other\n{}",
+    },
+    "writes_weights": {"route": "{}\nweights = weights.clone()", "after": "weights.mul_(2.0)\n{}"},
+    "carries_x": {"after": "x = x * 0.5\n{}"},
+    "keeps_an_old_tensor": {
+        "before": "{}\nscale, other = x.mean(), x.std()", "after": "scale = other\n{}", "end": "out = out * scale\n{}",
+    },
+    "sets_a_flag": {"before": "{}\nlast = False", "after": "last = e == E - 1\n{}", "end": "out = out + 1 if last else out\n{}"},
+    "else_runs_one": {"skip": "if h_count == 0:\n    out = out + self.expert(e, x) * 0.1\n    continue"},
+    "random_in_between": {"after": "torch.rand(3)\n{}", "end": "out = out + torch.rand_like(x)\n{}"},
+}  # fmt: skip
 
 COMPUTED_AGAIN = ("weighs_by_a_step", "weighs_by_a_counter")
 
@@ -273,6 +294,11 @@ LOOP_TWISTS: dict[str, dict[str, str]] = {
     "other_tokens": {"gather": "h = x[tok.flip(0)]"},
     "assigns": {"add": "out[tok] = y"},
     "all_but_last": {"over": "range(E - 1)"},
+    "hit_by_first_slot": {"hit": "hit = F.one_hot(ids[:, :1].contiguous(), num_classes=E).sum(dim=(0, 1)) > 0"},
+    "hit_by_other_data": {"hit": "hit = logits.sum(0) > 0"},
+    "first_slots_unique": {"over": "ids[:, 0].unique()"},
+    "neighbour_asked": {"skip": "if not (ids == (e + 1) % E).any(): continue"},
+    "tokens_of_the_first": {"select": "tok, slot = torch.where(ids == 0)\nh_count = tok.shape[0]"},
 }
 
 CUT_TWISTS: dict[str, dict[str, str]] = {
@@ -292,6 +318,9 @@ CUT_TWISTS: dict[str, dict[str, str]] = {
     "twice_in_list": {"add": "{}\n{}", "join": "ys = torch.cat(outs)[: rows.shape[0]]"},
     "other_order": {"join": "{}\nperm = perm.flip(0)"},
     "wrong_k": {"order": "{}\ntoken = perm % K\nrows = x[token]"},
+    "pops_a_piece": {"join": "last = outs.pop()\nys = torch.cat([*outs, last * 2])"},
+    "misses_the_last": {"cut": "if e == E - 1: break\n{}"},
+    "asks_for_the_type": {"weigh": "{}\ny = y * (3.0 if isinstance(n, int) else 2.0)"},
 }
 
 

@@ -5,7 +5,7 @@ Where the proof would catch it, it is off: the facts have to see it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.programs.effects.layers import H, Spelling
@@ -180,8 +180,27 @@ def _ids() -> dict[str, Found]:
     return {"ids through bool": found("rows", ("routed", "ids = ids.bool().long()"), add="iadd", codes=("tokens-differ",))}
 
 
+def _strides() -> dict[str, Found]:
+    """Tokens whose rows are not one behind the other: a program may read a result's strides, and views depend on them."""
+    columns, gaps = "x = x.t().contiguous().t()", "x = torch.stack((x, x), -1).flatten(1)[:, ::2]"
+    flat = "out = out.t().view(-1) if out.stride(0) == 1 else out.view(-1)"
+    raw = "out = out.as_strided((out.numel(),), (1,))"
+    rows = {
+        f"columns, {name}, {read or 'as they are'}": found(body, ("entry", columns), *([("after", read)] if read else []), sum=add)
+        for name, body, add in (("selected", "rows", "add"), ("masked", "dense", "add"), ("masked in place", "dense", "iadd"))
+        for read in ("", flat, raw)
+    }
+    compiled = found("dense", ("entry", columns), ("after", raw), behind="inductor")
+    return rows | {
+        "columns, compiled": compiled,
+        "columns, compiled for any number": replace(compiled, program=replace(compiled.program, dynamic=True, tokens=(5, 7))),
+        "rows with gaps": found("dense", ("entry", gaps)),
+        "columns, one token": found("rows", ("entry", columns), tokens=(1, 1)),
+    }
+
+
 FOUND: dict[str, Found] = {
     **_tables(), **_neutral_at_first(), **_through_data(), **_weights_behind(), **_cut_sums(), **_between_layers(), **_operators(),
-    **_out(), **_tokens(), **_ids(),
+    **_out(), **_tokens(), **_ids(), **_strides(),
 }  # fmt: skip
 """By name."""

@@ -41,53 +41,6 @@ class ContinueWhenEmpty(Layer):
 
 
 @positive
-class ShapeIsZero(Layer):
-    """``idx.shape[0]`` compared, out of place."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            if tok.shape[0] == 0:
-                continue
-            out = out.index_add(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])
-        return out
-
-
-@positive
-class ViewedByCount(Layer):
-    """The number of rows is written out, and no rows would leave the other size open: without the branch eager raises."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            n = tok.shape[0]
-            if n == 0:
-                continue
-            out.index_add_(0, tok, self.expert(e, x[tok].view(n, -1)) * weights[tok, slot, None])
-        return out
-
-
-@positive
-class ViewedOutOfPlace(Layer):
-    """The same, and the sum is another tensor for every expert."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            if len(tok) == 0:
-                continue
-            y = self.expert(e, x[tok].reshape(len(tok), -1)).view(len(tok), -1)
-            out = out.index_add(0, tok, y * weights[tok, slot, None])
-        return out
-
-
-@positive
 class NotAny(Layer):
     """A boolean mask, skipped when it is all false."""
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.programs.loops.base import E, H, Layer, positive
+from tests.programs.loops.base import E, H, Hits, Layer, positive
 
 
 @positive
@@ -62,20 +62,6 @@ class ModuleListByRow(Layer):
 
 
 @positive
-class ListOfHits(Layer):
-    """``.flatten().tolist()``: Python numbers."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        out = torch.zeros_like(x)
-        mask, hit = self.hits(ids)
-        for e in hit.nonzero().flatten().tolist():
-            slot, tok = torch.where(mask[e])
-            out.index_add_(0, tok, self.experts[e](x[tok]) * weights[tok, slot, None])
-        return out
-
-
-@positive
 class NamedListOfHits(Layer):
     """The list has a name before it is looped over."""
 
@@ -120,20 +106,6 @@ class ArgwhereSliced(Layer):
 
 
 @positive
-class OutOfPlace(Layer):
-    """The accumulator is a new tensor after every expert."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        out = torch.zeros_like(x)
-        mask, hit = self.hits(ids)
-        for row in hit.nonzero():
-            slot, tok = torch.where(mask[row[0]])
-            out = torch.index_add(out, 0, tok, self.expert(row[0], x[tok]) * weights[tok, slot, None])
-        return out
-
-
-@positive
 class UnusedStatistic(Layer):
     """Something that would not be local to a row, and that nobody reads."""
 
@@ -165,3 +137,12 @@ class RowsOfOne(Layer):
             y = (F.silu(gate) * up) @ self.w_out[row].transpose(1, 2)
             out.index_add_(0, tok, y[0] * table[tok, row, None])
         return out
+
+
+@positive
+class FirstExpertsWeight(Hits):
+    """The second projection is that of expert 0 for all, as the representative shows that is not expert 0."""
+
+    def expert(self, e: int | Tensor, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.w_in[e]).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.w_out[0])

@@ -23,112 +23,6 @@ class MoreThanOne(Counted):
 
 
 @near_miss
-class AsksTheNeighbour(Counted):
-    """The branch asks about another expert."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            other = torch.where(ids == (e + 1) % E)[0]
-            if other.numel() > 0:
-                tok, slot = torch.where(ids == e)
-                out.index_add_(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])
-        return out
-
-
-@near_miss
-class ElseBranch(Counted):
-    """An expert without tokens does something too."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            if tok.numel() > 0:
-                out.index_add_(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])
-            else:
-                out = out + self.expert(e, x) * 0.1
-        return out
-
-
-@near_miss
-class FlagAfterwards(Counted):
-    """A flag that the branch sets."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        out, last = torch.zeros_like(x), False
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            if tok.numel() > 0:
-                out.index_add_(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])
-                last = e == E - 1
-        return out + 1 if last else out
-
-
-@near_miss
-class KeepsATensor(Counted):
-    """A tensor from the branch is read behind it; without the branch it would be the one before."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        out, last = torch.zeros_like(x), x[:1]
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            if tok.numel() > 0:
-                last = self.expert(e, x[:1])
-                out.index_add_(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])
-        return out + last
-
-
-@near_miss
-class RebindsAnOldTensor(Counted):
-    """The same with a tensor that is older than the branch, so that no operation shows it."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        out, scale, other = torch.zeros_like(x), x.mean(), x.std()
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            if tok.numel() > 0:
-                out.index_add_(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])
-                scale = other
-        return out * scale
-
-
-@near_miss
-class ReturnsWhenEmpty(Counted):
-    """An expert without tokens ends the layer."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            if tok.numel() == 0:
-                return out
-            out.index_add_(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])
-        return out
-
-
-@near_miss
-class BreaksWhenEmpty(Counted):
-    """An expert without tokens ends the loop."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            if tok.numel() == 0:
-                break
-            out.index_add_(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])
-        return out
-
-
-@near_miss
 class OnlyPython(Layer):
     """Nothing but Python depends on the branch, so that there may be no graph at all."""
 
@@ -172,21 +66,6 @@ class WhileSome(Layer):
             x = x + 1
             tok = tok[1:]
         return x
-
-
-@near_miss
-class RandomInTheBranch(Counted):
-    """Random numbers are drawn for experts with tokens only, and then thrown away."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            if tok.numel() > 0:
-                torch.rand(3)
-                out.index_add_(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])
-        return out + torch.rand_like(x)
 
 
 @positive

@@ -40,21 +40,6 @@ class OccurringWithOffset(Occurring):
 
 
 @positive
-class OccurringOneBehindTheOther(Occurring):
-    """``unique_consecutive``, ends instead of numbers, and lists that have names."""
-
-    def through(self, x: Tensor, ids: Tensor, token: Tensor, weight: Tensor) -> Tensor:
-        found, counts = ids.unique_consecutive(return_counts=True)
-        experts = found.cpu().tolist()
-        ends = counts.cumsum(dim=0).tolist()
-        out, start = torch.zeros_like(x), 0
-        for e, end in zip(experts, ends):
-            self.put(out, x, e, token[start:end], weight[start:end])
-            start = end
-        return out
-
-
-@positive
 class OccurringAsTensors(Occurring):
     """Elements of tensors."""
 

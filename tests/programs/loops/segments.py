@@ -95,21 +95,6 @@ class SplitOfTokens(Ordered):
 
 
 @positive
-class RunningSlices(Ordered):
-    """``start``, ``end = start + n``, and a list of outputs."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        perm, token = self.order(ids)
-        rows, outs, start = x[token], [], 0
-        for e, n in enumerate(self.counts(ids).tolist()):
-            end = start + n
-            outs.append(self.experts[e](rows[start:end]))
-            start = end
-        return self.unsorted(torch.cat(outs, dim=0), perm, weights)
-
-
-@positive
 class RunningSlicesSkipped(Ordered):
     """The same with ``if n == 0: continue``, and an accumulator."""
 
@@ -125,22 +110,6 @@ class RunningSlicesSkipped(Ordered):
             tok = token[start:end]
             out.index_add_(0, tok, self.expert(e, x[tok]) * scale[start:end, None])
             start = end
-        return out
-
-
-@positive
-class SlicesOfThePermutation(Ordered):
-    """Each expert's slots, and from them its tokens and its weights."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        perm, _ = self.order(ids)
-        out, start, flat = torch.zeros_like(x), 0, weights.view(-1)
-        for e, n in enumerate(self.counts(ids).tolist()):
-            slots = perm[start : start + n]
-            tok = slots // K
-            out[tok] += self.expert(e, x[tok]) * flat[slots].unsqueeze(-1)
-            start += n
         return out
 
 
@@ -168,21 +137,6 @@ class FilledByCumsum(Ordered):
         out = torch.zeros((x.shape[0] * K, H), dtype=y.dtype, device=y.device)
         out.index_copy_(0, perm, y)
         return (out.view(-1, K, H) * scores.unsqueeze(-1)).sum(dim=1)
-
-
-@positive
-class EndsAsList(Ordered):
-    """``cumsum(0).tolist()`` and the end before."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        perm, token = self.order(ids)
-        ends, rows = self.counts(ids).cumsum(0).tolist(), x[token]
-        out = torch.empty_like(rows)
-        for e, end in enumerate(ends):
-            start = 0 if e == 0 else ends[e - 1]
-            out[start:end] = self.expert(e, rows[start:end])
-        return self.unsorted(out, perm, weights)
 
 
 # --- counts in numpy, or as a tensor that is iterated over -------------------------------------------------------------------------

@@ -22,32 +22,6 @@ class UniqueIds(Layer):
 
 
 @positive
-class UniqueModules(Layer):
-    """``self.experts[e]`` with a tensor."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        out = torch.zeros_like(x)
-        for e in ids.unique():
-            tok, slot = torch.where(ids == e)
-            out[tok] += self.experts[e](x[tok]) * weights[tok, slot].unsqueeze(-1)
-        return out
-
-
-@positive
-class UniqueList(Layer):
-    """``ids.unique().tolist()``: Python numbers."""
-
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        out = torch.zeros_like(x)
-        for e in ids.unique().tolist():
-            tok, slot = torch.where(ids == e)
-            out.index_add_(0, tok, self.experts[e](x[tok]) * weights[tok, slot, None])
-        return out
-
-
-@positive
 class UniqueNumbers(Layer):
     """``e.item()`` in the loop, of the flattened ids."""
 
