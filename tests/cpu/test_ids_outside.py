@@ -204,6 +204,30 @@ def test_ids_that_arithmetic_keeps_in_range_are_not_mapped(change: Callable[[Ten
     assert str(op.args[1].target) in ("remainder", "clamp", "<built-in function mod>")
 
 
+class Assigned(nn.Module):
+    """``out[tok] += y`` adds once what is chosen twice."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, E, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        ids, out = self.change(ids), torch.zeros_like(x)
+        for e in range(2):
+            tok, slot = torch.where(ids == e)
+            out[tok] += self.experts[e](x[tok]) * weights[tok, slot, None]
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
+def test_casts_that_merge_ids_lose_that_they_are_distinct(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    assert agrees(Assigned(lambda ids: ids.to(dtype).long()), torch.randn(20, WIDTH)).fused == []
+
+
 class Gated(nn.Module):
     """A table made of the mask of the chosen experts, and scaled: it is read by the ids."""
 

@@ -112,7 +112,7 @@ def test_a_loop_that_eager_mode_can_run(said: dict[str, Said]) -> None:
     assert "Backend compiler" not in stderr
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 def test_a_path_without_a_compiler(tmp_path: Path) -> None:
     calls = {"relu": "torch.compile(torch.relu, backend='moefuse')(x)"}
     said = done(calls, tmp_path, PATH=str(tmp_path), CXX="no-such-compiler")

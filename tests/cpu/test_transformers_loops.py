@@ -160,7 +160,7 @@ def test_inference(name: str) -> None:
 @pytest.mark.usefixtures("fresh_dynamo" if THOROUGH else "no_code")
 @pytest.mark.parametrize("name", ["mixtral", *(("dbrx", "gpt_oss") if THOROUGH else ())])
 def test_whole_way(name: str) -> None:
-    """The registered backend, Inductor included; its code only where there is time. (test_transformers_models.py has such code in any run.)"""
+    """The registered backend, Inductor included; its code only where there is time (test_transformers_models.py always has such code)."""
     model = build(name).train()
     compare(model, torch.compile(model, backend="moefuse"), tiny.inputs(name))
     report = moefuse.last_report()
