@@ -46,7 +46,7 @@ ALONE = {
 GENERATED = [pytest.param(generated.layer(loop), id=name, marks=NEEDS_2_12) for name, loop in ALONE.items()]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("cls", [*(pytest.param(c, id=n, marks=NEEDS_2_12 if n in OLD else ()) for n, c in POSITIVE.items()), *GENERATED])
 def test_a_loop_is_one_graph_and_fused(cls: type[Layer]) -> None:
     seen = check(cls)
