@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from moefuse.evidence.few_bits import few_bits
+from moefuse.program.weights import Weight, weights_read
 
 _NEAR = 2
 """How many modules a router may be below the one that holds the experts."""
@@ -113,9 +114,16 @@ def _shape(t: torch.Tensor) -> tuple[int, ...]:
     return () if nn.parameter.is_lazy(t) else tuple(getattr(t, "ds_shape", t.shape))
 
 
-def _weighs(module: nn.Module, name: str, t: torch.Tensor) -> bool:
-    """Whether a tensor is a weight: any Parameter, and buffers that are matrices in few bits (scales and statistics are not)."""
-    return name in module._parameters or (len(_shape(t)) >= 2 and few_bits(t.dtype))
+def _parameters(module: nn.Module) -> dict[str, Weight]:
+    """The Parameters that a module's code reads, in the shapes that it finds them in."""
+    own = {name: (t, _shape(t)) for name, t in module._parameters.items() if t is not None}
+    return {name: weight for name, weight in (own | dict(weights_read(module))).items() if weight is not None}
+
+
+def _weights(module: nn.Module) -> dict[str, Weight]:
+    """Any Parameter, and buffers that are matrices in few bits (scales and statistics are not)."""
+    buffers = {name: (t, _shape(t)) for name, t in module._buffers.items() if t is not None}
+    return _parameters(module) | {name: (t, shape) for name, (t, shape) in buffers.items() if len(shape) >= 2 and few_bits(t.dtype)}
 
 
 def _around(root: nn.Module, name: str) -> tuple[nn.Module, ...]:
@@ -161,14 +169,15 @@ class _Forms:
 
     def of(self, module: nn.Module) -> _Form:
         if id(module) not in self._known:
-            own = {
-                name: t for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None and _weighs(module, name, t)
-            }
+            own = _weights(module)
             children = {name: self.of(child) for name, child in module._modules.items() if child is not None}
-            shape = (*((name, _shape(p)) for name, p in own.items()), *((name, child.shape) for name, child in children.items()))
-            held = (id(t) for t in (*own.values(), *module._buffers.values()) if t is not None)
+            shape = (
+                *((name, own_shape) for name, (_, own_shape) in own.items()),
+                *((name, child.shape) for name, child in children.items()),
+            )
+            held = (id(t) for t in (*(t for t, _ in own.values()), *module._buffers.values()) if t is not None)
             tensors = frozenset(held).union(*(child.tensors for child in children.values()))
-            matrix = any(len(_shape(p)) >= 2 for p in own.values()) or any(child.matrix for child in children.values())
+            matrix = any(len(own_shape) >= 2 for _, own_shape in own.values()) or any(child.matrix for child in children.values())
             # Shapes of shapes are compared by a number for each.
             self._known[id(module)] = _Form(self._numbers.setdefault(shape, len(self._numbers)), tensors, matrix)
         return self._known[id(module)]
@@ -272,20 +281,20 @@ def _stacked(holder: nn.Module, name: str) -> Iterator[_Group]:
     """Weights [E, ..., ...] that a module of the user's own holds."""
     if type(holder).__module__.startswith("torch.nn."):
         return
-    own = {n: t for n, t in (*holder.named_parameters(recurse=False), *holder.named_buffers(recurse=False)) if len(_shape(t)) >= 3}
-    for count in dict.fromkeys(int(_shape(t)[0]) for t in own.values() if _shape(t)[0] > 1):
-        held = {n: t for n, t in own.items() if _shape(t)[0] == count}
-        first = next(iter(held.values()))
+    buffers = {n: (t, _shape(t)) for n, t in holder.named_buffers(recurse=False)}
+    own = {n: (t, shape) for n, (t, shape) in (_parameters(holder) | buffers).items() if len(shape) >= 3}
+    for count in dict.fromkeys(int(shape[0]) for _, shape in own.values() if shape[0] > 1):
+        held = {n: (t, shape) for n, (t, shape) in own.items() if shape[0] == count}
+        _, first = next(iter(held.values()))
         names = frozenset((name,)) if name else frozenset(held)
-        yield _Group(f"weights {list(_shape(first))}", (frozenset(map(id, held.values())),), count, names)
+        yield _Group(f"weights {list(first)}", (frozenset(id(t) for t, _ in held.values()),), count, names)
 
 
 def _routers(
     module: nn.Module, count: int, experts: frozenset[int], name: str = "", depth: int = _NEAR
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(attribute that leads there, weight) of weights of ``count`` scores in a module or near below it, not in the experts."""
-    for own, weight in module.named_parameters(recurse=False):
-        shape = _shape(weight)
+    for own, (weight, shape) in _parameters(module).items():
         by_rows = len(shape) >= 2 and shape[0] == count and all(n == 1 for n in shape[2:])
         by_columns = len(shape) == 2 and shape[1] == count and not isinstance(module, _BY_ROWS)
         if by_rows or by_columns:

@@ -18,6 +18,7 @@ from moefuse.parallel.copies import watch
 from moefuse.parallel.find import Listed, Site, Stacked
 from moefuse.parallel.members import HOLDER, MEMBER, Member, copying, freezing, holder_of, listing, member_of, members_of, unwrapped
 from moefuse.parallel.where import Where
+from moefuse.program.weights import READ, Weight
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,26 @@ def _body(kind: type[nn.Module], held: Held) -> dict[str, Any]:
         _settle(self)
 
     parametrised = {} if held.listed else away.body(kind, held.names)
-    return {**of_state(kind, held.names, _where, _settle), **parametrised, "_apply": apply, "__setstate__": setstate}
+    return {**of_state(kind, held.names, _where, _settle), **parametrised, "_apply": apply, "__setstate__": setstate, READ: _weights}
+
+
+def _weights(module: nn.Module) -> dict[str, Weight | None]:
+    """The weights that stacked experts read, of all ranks; what a list holds is read by its experts (:func:`_rows`), and not by it."""
+    held = held_of(module)
+    if held is None:
+        return {}
+    if held.listed:
+        return dict.fromkeys(held.names.values())
+    known = {name: p for name in held.names if (p := module._parameters.get(name)) is not None}
+    return {name: (p, (held.where.experts, *p.shape[1:])) for name, p in known.items()}
+
+
+def _rows(module: nn.Module) -> dict[str, Weight | None]:
+    """The weights that a module in an expert of a list reads: its rows of what the list holds."""
+    member = member_of(module)
+    names = {} if member is None else member.names
+    stacks = {own: _stack(holder_of(module), path) for own, path in names.items()}
+    return {own: (stack, tuple(stack.shape[1:])) for own, stack in stacks.items() if stack is not None}
 
 
 def _converted(module: nn.Module, function: Callable[[Any], Any]) -> dict[str, nn.Parameter]:
@@ -248,7 +268,7 @@ def _take(module: nn.Module, inner: str, expert: int, held: Held) -> None:
     for own in member.names:
         del module._parameters[own]
     kind = type(module)
-    body = {**state.of_member(kind, member, held.names, _where), **_of_expert(kind), MEMBER: member}
+    body = {**state.of_member(kind, member, held.names, _where), **_of_expert(kind), MEMBER: member, READ: _rows}
     readers = {own: _row_reader(held.names[path], expert) for own, path in member.names.items()}
     views.with_properties(module, readers, body, (expert, inner, tuple(member.names.items()), member.order, _key(held)))
 

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import moefuse
 from moefuse import _torch_private
+from moefuse.evidence.suspects import suspects
 from moefuse.parallel import shard, views
 from moefuse.passes import replacement
 from moefuse.passes.prove.verify import verify
@@ -135,6 +137,70 @@ def test_a_fused_layer_is_not_told_as_missed(
         layer(torch.randn(5, layers.H))
     assert moefuse.last_report().layers == (1, 1)
     assert not [record for record in caplog.records if record.name.startswith("moefuse") and record.levelno >= logging.WARNING]
+
+
+@pytest.mark.usefixtures("no_code")
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("order", ["spread", "compile", "compile, call"])
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+def test_layers_are_found_before_and_after(mesh: DeviceMesh, kind: type[nn.Module], order: str, train: bool) -> None:
+    """Experts in a list have no Parameters of their own once they are spread; the compiled layers spread their tokens in any order."""
+    model, x = layers.Model(kind, 4), torch.randn(6, layers.H)
+    if order != "spread":
+        assert moefuse.compile_layers(model, options={"strict": True}) == ["first", "second"]
+    with torch.set_grad_enabled(train):
+        if order == "compile, call":
+            model(x)
+            assert [f.parallel for f in moefuse.last_report().fused] == ["", ""]
+        moefuse.parallelize(model, mesh)
+        if order == "spread":
+            assert moefuse.compile_layers(model, options={"strict": True}) == ["first", "second"]
+        model(x)
+        found = Counter[str]()
+        with _torch_private.after_operations(lambda op, *_: found.update([str(op)])):
+            model(x)
+    spread = [f.module for f in moefuse.last_report().fused if "ep=2 linear, 2 of 4 experts here" in f.parallel]
+    assert sorted(spread) == ["first", "second"]
+    assert moefuse.last_report().layers == (2, 2)
+    assert sum(found[name] for name in found if name.startswith(("moefuse.ep_experts_", "moefuse.ep_combine"))) == 2, found
+    assert "moefuse.gathered.default" not in found
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "empty slots": {"placement": "round_robin"},
+    "slices": {"experts": "tp"},
+    "the same tokens": {"tokens": "replicated"},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed, layers.Shared])
+def test_what_spread_experts_are_built_like(mesh: DeviceMesh, kind: type[nn.Module], how: str) -> None:
+    """As they were: experts and a router are told with the same words; also with empty slots, and after ``unparallelize``."""
+    model = layers.Model(kind, 5 if how == "empty slots" else 4)
+    told = [(s.name, [pair.what for pair in s.pairs]) for s in suspects([model])]
+    assert [name for name, _ in told] == ["first", "second"]
+    moefuse.parallelize(model, mesh, **HOW[how])
+    assert [(s.name, [pair.what for pair in s.pairs]) for s in suspects([model])] == told
+    assert moefuse.compile_layers(copy.deepcopy(model)) == ["first", "second"]
+    moefuse.unparallelize(model)
+    assert [(s.name, [pair.what for pair in s.pairs]) for s in suspects([model])] == told
+
+
+class Taking(layers.Listed):
+    """Takes what attention takes."""
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_list_is_no_layer(mesh: DeviceMesh) -> None:
+    """It holds [E, ..] once it is spread, and nobody calls it."""
+    for spread in (False, True):
+        model = nn.Sequential(Taking(4))
+        if spread:
+            moefuse.parallelize(model, mesh)
+        assert moefuse.compile_layers(model) == ["0"]
 
 
 def test_other_layers_are_other_classes(mesh: DeviceMesh) -> None:
