@@ -20,10 +20,9 @@ from moefuse.passes.block.router_topk import one_kernel
 from moefuse.passes.block.shared_experts import join_shared
 from moefuse.passes.graph.applied import Functions, opened
 from moefuse.passes.graph.assumptions import Assumption, erase_dummies
-from moefuse.passes.graph.calls import location, module_path
 from moefuse.passes.graph.masked_totals import Totals, under_masks
 from moefuse.passes.graph.named import named
-from moefuse.passes.graph.sharded import merge, sweep
+from moefuse.passes.graph.sharded import merge
 from moefuse.passes.graph.siblings import keep
 from moefuse.passes.infer.state import Context, Given, Standin
 from moefuse.passes.ir.facts import Lost, Routing
@@ -41,13 +40,13 @@ from moefuse.passes.match.lift import lift
 from moefuse.passes.match.packed_uses import silent, told as explained
 from moefuse.passes.match.refusals import refusals
 from moefuse.passes.match.unexplained import choices, unexplained
+from moefuse.passes.match.weight_reads import gathered
 from moefuse.passes.prove import discharge
 from moefuse.passes.prove.effects import Effects, EffectsDifferError, compare, effects
 from moefuse.passes.prove.unconditional import unconditional
 from moefuse.passes.replacement import GraphResult, Run, rewrite, skipped
 from moefuse.report.entries import RejectedError, Skipped
 from moefuse.report.quietly import quietly
-from moefuse.runtime.groups import Terms
 
 if TYPE_CHECKING:
     from moefuse.config import Options
@@ -189,13 +188,9 @@ def _crossed(ctx: Context, region: Region) -> bool:
 def _gathered(graph: _Graph) -> None:
     """Say where the weights of sharded experts are gathered after all: once for each module that they belong to."""
     result = graph.run.result
-    told = {known.module for known in result.skipped if known.code == "experts-gathered"}
-    for call in sweep(graph.gm.graph):
-        reader = min(call.users, key=lambda n: not location(n))
-        wanted = Terms.parse(call.args[-1]).transport == "gather"  # type: ignore[arg-type]
-        if not wanted and module_path(reader) not in told:
-            told.add(module_path(reader))
-            result.skipped.append(skipped(Lost("experts-gathered", reader, {"detail": "nothing was fused that reads them"})))
+    lost, notes = gathered(graph.gm, {known.module for known in result.skipped if known.code == "experts-gathered"})
+    result.skipped += map(skipped, lost)
+    result.notes += notes
 
 
 def _fuse_regions(ctx: Context, known: dict[Node, Any], run: Run) -> list[Region]:

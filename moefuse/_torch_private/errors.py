@@ -93,6 +93,12 @@ def graph_break(made: object) -> Stop | None:
     return _stop(reason.reason, reason.user_stack)
 
 
+def ends_frame(made: object) -> bool:
+    """Whether what a graph from Dynamo returns is what the traced function returns, and no other graph of it reads it."""
+    reason = getattr(made, "compile_subgraph_reason", None)
+    return reason is not None and not reason.graph_break
+
+
 def tracing_stop(error: BaseException) -> Stop:
     """Where and why an error ended Dynamo's tracing."""
     return _stop(str(error).strip() or type(error).__name__, getattr(error, "real_stack", None) or ())

@@ -219,6 +219,11 @@ def static_address(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def has_static_address(node: torch.fx.Node) -> bool:
+    """Whether an input of a graph from Dynamo is a Parameter, a buffer or another tensor that a module has."""
+    return "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
+
+
 def on_cpu(op: Any, *args: Any) -> Any:
     """What is registered for CPU tensors now; a call may find what was there before, since Python's dispatcher remembers its answers."""
     return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args)

@@ -401,6 +401,25 @@ def test_static_address() -> None:
     assert _torch_private.static_address(torch.zeros(1))._dynamo_static_input_type == "unguarded"  # type: ignore[attr-defined]
 
 
+def test_what_dynamo_says_of_inputs_and_endings() -> None:
+    """A module's tensors have the same address in each call; a graph in front of a break does not end its frame."""
+    found: list[tuple[bool, set[bool]]] = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> Any:
+        places = gm.graph.find_nodes(op="placeholder")
+        found.append((_torch_private.ends_frame(gm), {_torch_private.has_static_address(node) for node in places}))
+        return gm.forward
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = norm.weight + norm.running_mean
+        torch._dynamo.graph_break()
+        return y + x
+
+    norm = torch.nn.BatchNorm1d(3)
+    torch.compile(program, backend=backend)(torch.zeros(3))
+    assert found == [(False, {True}), (True, {False})]
+
+
 def test_tensors_in_memory() -> None:
     """Those with addresses, and what a tensor of a class of its own is made of."""
     from torch.testing._internal.two_tensor import TwoTensor
