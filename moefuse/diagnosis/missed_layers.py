@@ -174,6 +174,12 @@ class _Call:
     def seen(self) -> frozenset[int]:
         return frozenset().union(*self.held)
 
+    @property
+    def on_weights_alone(self) -> bool:
+        """Whether all that ran is in graphs, and these read nothing but the model's tensors: a penalty on weights, and no layer."""
+        whole = not (self.report.stops or self.report.graph_breaks or self.report.opaque)
+        return whole and bool(self.report.flows) and not any(flow.steps for flow in self.report.flows)
+
 
 def missing(report: FusionReport, roots: tuple[object, ...], options: Options, start: int = 0) -> list[Skipped]:
     """A refusal for each module of ``roots`` that has experts of which a report says nothing.
@@ -262,6 +268,8 @@ def _evidence(call: _Call, found: Suspect, shared: bool) -> str | None:
 
     ``shared``: another module is known to run the same code, so that a break in it is no sign of this one.
     """
+    if call.on_weights_alone:
+        return None
     inside = not shared and (_stop_inside(call.report, found) or _in_eager(call, found) is not None)
     for pair in found.pairs:
         place = _decided(call, found, pair, inside)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import moefuse
 from moefuse.evidence.suspects import suspects
+from tests.dist import layers
 from tests.programs.check import Outcome, light
 from tests.programs.refused.found import NothingFound
 from tests.programs.refused.plain import E, H, I, K, Plain, T
@@ -280,6 +281,17 @@ def test_an_error_of_the_program_is_not_replaced() -> None:
 @torch.no_grad()
 def test_excluded_modules_are_not_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     compiled(NothingFound, strict=True, exclude="^$")(torch.randn(T, H))
+    assert messages(caplog) == []
+
+
+def test_a_penalty_by_itself_is_no_layer(caplog: pytest.LogCaptureFixture) -> None:
+    """A compiled function that reads experts' weights, and no token."""
+    model = layers.Stacked(4)
+
+    def penalty() -> Tensor:
+        return sum(p.square().sum() for p in model.parameters())  # type: ignore[return-value]
+
+    torch.compile(penalty, backend="moefuse", options={"strict": True})().backward()
     assert messages(caplog) == []
 
 

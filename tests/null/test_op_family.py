@@ -115,7 +115,13 @@ UNSEEN: dict[str, dict[tuple[str, ...], str]] = {
         (*AGAIN, *TRAVELS): "they stand for an op that passed the gate",
     },
     "shared experts beside": {
-        ("experts_extended", "permute", *AGAIN, *TRAVELS): "they run in the order of the program: no stream is measured",
+        (
+            "experts_extended",
+            "permute",
+            "bounded_experts",
+            "ep_dispatch",
+            *AGAIN,
+        ): "they run in the order of the program: no stream is measured",
     },
     "slices of experts": {
         ("experts_extended", "permute", *AGAIN, *TRAVELS): "`experts='tp'` cuts weights of one op; others are an error",
