@@ -76,6 +76,7 @@ from moefuse._torch_private.distributed import (
     computed_with as computed_with,
     local_part as local_part,
     not_for_ddp as not_for_ddp,
+    sharded_again as sharded_again,
     sharded_over as sharded_over,
     symmetric_memory as symmetric_memory,
     symmetric_peers as symmetric_peers,

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -143,9 +143,37 @@ def sharded_over(mesh: Any) -> Any:
 
 def computed_with(model: torch.nn.Module) -> dict[int, torch.Tensor]:
     """Parameters of a model, by the identities of what graphs read: what FSDP2 has in their place, and local parts of DTensors."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, kind)] if kind is not None else []
-    groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] if g is not None]
+    groups = (group for module in model.modules() for group in _fsdp_groups(module))
     pairs = ((getattr(p, "_unsharded_param", None), p.sharded_param) for group in groups for p in group.fsdp_params)
     parts = {id(local_part(p)): p for p in model.parameters() if is_distributed(p)}
     return parts | {id(whole): shard for whole, shard in pairs if whole is not None}
+
+
+def _fsdp_state(module: torch.nn.Module) -> Any:
+    """What FSDP2 knows of a module that it has wrapped; None for any other."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return module._get_fsdp_state() if kind is not None and isinstance(module, kind) else None
+
+
+def _fsdp_groups(module: torch.nn.Module) -> list[Any]:
+    """What FSDP2 gathers at a time for a module."""
+    state = _fsdp_state(module)
+    every = [] if state is None else getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in every if group is not None]
+
+
+def sharded_again(module: torch.nn.Module) -> Callable[[], None]:
+    """A function that has FSDP2 shard again what it holds in shards now: it goes by notes of its own, which no attribute of the module
+    tells, and a call that has raised leaves them in the middle of it."""
+    state, groups = _fsdp_state(module), _fsdp_groups(module)
+    notes = [(noted, noted._training_state) for noted in (state, *groups) if noted is not None]
+    held = [group for group in groups if group.is_sharded]
+
+    def put_back() -> None:
+        for noted, before in notes:
+            noted._training_state = before
+        for group in held:
+            if not group.is_sharded:
+                group.reshard()
+
+    return put_back

@@ -169,7 +169,7 @@ def _snapshot(value: Any) -> Restore:
     elif _is_array(value):
         parts.append(functools.partial(value.__setitem__, ..., value.copy()))
     if isinstance(value, torch.nn.Module):
-        parts.append(_kind(value))
+        parts += [_torch_private.sharded_again(value), _kind(value)]
     if isinstance(value, types.FunctionType) or _is_state(value):
         parts += [contents(_attributes(value)), *(_slot(value, name) for name in _slots(value))]
     return lambda: [part() for part in parts]

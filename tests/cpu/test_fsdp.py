@@ -62,3 +62,16 @@ def test_layers_that_share_code_are_all_told_as_fused(each: bool, options: dict[
     report = moefuse.last_report()
     assert not report.skipped, report
     assert report.layers == ((1, 1) if each else (LAYERS, LAYERS)), report
+
+
+@pytest.mark.usefixtures("alone", "no_code")
+def test_explained_before_its_first_call() -> None:
+    """FSDP has whole Parameters since, by its own notes; the model has shards again, and so have they, where a tried size raised too."""
+    model, x = Model(), batches()[0]
+    fully_shard(model)
+    model.compile(backend="moefuse")
+    assert len(moefuse.explain(model, x).fused) == LAYERS
+    with torch.no_grad():
+        again = model(x)
+        torch.testing.assert_close(again, model(x))
+    assert len(moefuse.last_report().fused) == LAYERS
