@@ -198,7 +198,8 @@ class Compilations:
             instead = [f for other in others for f in other.report.fused]
             told = known.frame in TOLD
             same = [other for other in latest if other.frame == known.frame or told or not alike(other.mode, known.mode)]
-            kept = [s for s in report.skipped if not done_instead(s, instead) and not _fused_since(s.module, known, others)]
+            since = [other for other in others if other is not known]  # a graph that is refused in part is so each time that it runs
+            kept = [s for s in report.skipped if not done_instead(s, instead) and not _fused_since(s.module, known, since)]
             report.skipped = [dataclasses.replace(s, fused_too=_in_one_of(s.module, same, known.frame)) for s in kept]
         merged = FusionReport.merged(reversed(left))
         merged.modules = tuple((prefix, tree_of(root)) for prefix, weak in self._roots.items() if (root := weak()) is not None)

@@ -57,6 +57,16 @@ class ChangedHere(Layer):
         return out + doubled
 
 
+class Half(Layer):
+    """Experts of two kinds in one module; what the others make takes their rows together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        y = torch.stack([expert(x.exp()) for expert in self.experts], 1)
+        gates = torch.zeros(len(x), len(self.experts)).scatter(1, ids, weights)
+        return mixed(x, weights, ids, self.experts) + ((y - y.mean(0)) * gates[:, :, None]).sum(1)
+
+
 class Noisy(changes.Noisy):
     """Random numbers inside of the experts where there are gradients."""
 
@@ -228,3 +238,17 @@ def test_layers_in_a_layer_that_stay_refused(caplog: pytest.LogCaptureFixture) -
     assert report.layers[0] == 0
     assert {s.code for s in report.skipped} >= {"mutation"}
     assert warnings(caplog)
+
+
+@torch.no_grad()
+def test_a_graph_that_is_fused_in_part_stays_refused_in_part() -> None:
+    """In each call, and not only in that which compiled it."""
+    model = Half()
+    model.compile(backend="moefuse", fullgraph=True)
+    said = []
+    for _ in range(2):
+        model(X)
+        report = moefuse.last_report()
+        assert report is not None
+        said.append((len(report.fused), [s.code for s in report.skipped]))
+    assert said[0] == said[1] == (1, ["value-escapes", "not-row-local"])
