@@ -94,13 +94,22 @@ def freezing(kind: type[nn.Module], layer: Callable[[nn.Module], str]) -> dict[s
     return {"requires_grad_": requires_grad_}
 
 
-def listing(kind: type[nn.Module], stack: Callable[[nn.Module, str], nn.Parameter]) -> dict[str, Any]:
+_SHARED = (
+    "parameters() of one expert of {layer} has all experts' weights, which moefuse.parallelize has put into the list of all of them: what "
+    "is done with them for each expert is done with all of them as often. Take those of the list; attributes of an expert are its own"
+)
+
+
+def listing(
+    kind: type[nn.Module], layer: Callable[[nn.Module], str], stack: Callable[[nn.Module, str], nn.Parameter]
+) -> dict[str, Any]:  # fmt: skip
     """A method for the class of an expert, and of each module in it with Parameters: asked for them itself, it has the list's [E, ...].
 
     So whoever freezes adapters by the modules that they were in (PEFT) freezes them, all experts' at once. A model has them once, of the
-    list.
+    list. Who updates or adds them up expert by expert would do so E times, and is warned.
 
     Args:
+        layer: the name of an expert's layer.
         stack: of a list, its Parameter at a path from an expert.
     """
 
@@ -109,6 +118,8 @@ def listing(kind: type[nn.Module], stack: Callable[[nn.Module, str], nn.Paramete
         # Who walks over all modules himself asks each for its own alone (DDP does).
         for name, module in self.named_modules(prefix=prefix) if recurse else ():
             member = member_of(module)
+            if member is not None and member.names:
+                warnings.warn(_SHARED.format(layer=layer(module)), stacklevel=3)
             for own, path in member.names.items() if member is not None else ():
                 yield f"{name}.{own}".lstrip("."), stack(holder_of(module), path)
 

@@ -274,7 +274,11 @@ def _take(module: nn.Module, inner: str, expert: int, held: Held) -> None:
 
 
 def _of_expert(kind: type[nn.Module]) -> dict[str, Any]:
-    return {**freezing(kind, lambda expert: _where(holder_of(expert)).layer), **listing(kind, _stack), **copying(kind, _row)}
+    return {**freezing(kind, _layer), **listing(kind, _layer, _stack), **copying(kind, _row)}
+
+
+def _layer(expert: nn.Module) -> str:
+    return _where(holder_of(expert)).layer
 
 
 def _stack(holder: nn.Module, path: str) -> Any:

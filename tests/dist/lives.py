@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -162,3 +164,17 @@ def _gradients(model: nn.Module, single: nn.Module) -> list[float]:
         whole = torch.stack([w.grad for w in wanted]) if name not in theirs else wanted[0].grad  # type: ignore[misc]
         off.append((grad - whole).abs().max().item())
     return off
+
+
+def told_of_one(rank: int) -> list[list[str]]:
+    """What is said where somebody takes the Parameters of the model, of the list, and of one expert."""
+    model, _ = scenes.both(layers.Listed, E)
+    experts: Any = model.first.experts
+    return [_said(lambda part=part: list(part.parameters())) for part in (model, experts, experts[1])]
+
+
+def _said(call: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in said]

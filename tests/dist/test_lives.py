@@ -88,3 +88,11 @@ def test_computed_again(two: Workers, mode: str, transport: str) -> None:
     for found in two.run(drawn.run, case):
         assert (found.wrong, found.skipped) == ([], [])
         assert found.fused
+
+
+def test_parameters_of_one_expert_are_those_of_all(two: Workers) -> None:
+    """Who updates them expert by expert would do so for all of them each time."""
+    for of_model, of_list, of_one in two.run(lives.told_of_one):
+        assert of_model == of_list == []
+        assert len(of_one) == 2  # modules with Parameters
+        assert {text.partition(",")[0] for text in of_one} == {"parameters() of one expert of first has all experts' weights"}
