@@ -269,7 +269,7 @@ def _take(module: nn.Module, inner: str, expert: int, held: Held) -> None:
         del module._parameters[own]
     kind = type(module)
     body = {**state.of_member(kind, member, held.names, _where), **_of_expert(kind), MEMBER: member, READ: _rows}
-    readers = {own: _row_reader(held.names[path], expert) for own, path in member.names.items()}
+    readers = {own: _row_reader(held.names[path], str(expert)) for own, path in member.names.items()}
     views.with_properties(module, readers, body, (expert, inner, tuple(member.names.items()), member.order, _key(held)))
 
 
@@ -294,8 +294,8 @@ def _row(holder: nn.Module, path: str, expert: int) -> nn.Parameter:
     return like(nn.Parameter(row.clone(), requires_grad=parameter.requires_grad), parameter)
 
 
-def _row_reader(name: str, expert: int) -> Callable[[Any], Tensor]:
-    return lambda module: views.full(getattr(module, HOLDER)[0], name)[expert]
+def _row_reader(name: str, expert: str) -> Callable[[Any], Tensor]:
+    return lambda module: views.full(getattr(module, HOLDER)[0], name)[int(expert)]  # a number would be a symbol (``views.Of``)
 
 
 def stacked_name(path: str) -> str:

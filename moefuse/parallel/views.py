@@ -56,8 +56,11 @@ class Reads:
 _reads: contextvars.ContextVar[Reads | None] = contextvars.ContextVar("moefuse_reads", default=None)
 
 
-Of = tuple[tuple[Table, int, str] | None, tuple[int, int, str] | None, int]
-"""How a Parameter is gathered: (table, slots, terms) of its experts, (axis, blocks, terms) of their slices; dimensions of the mesh."""
+Of = tuple[tuple[Table, str, str] | None, tuple[str, str, str] | None, int]
+"""How a Parameter is gathered: (table, slots, terms) of its experts, (axis, blocks, terms) of their slices; dimensions of the mesh.
+
+Numbers are text: with ``dynamic=True`` Dynamo makes a symbol of each number that a module under FSDP has, another one for each weight.
+"""
 
 WAYS, AWAY = "_moefuse_ways", "_moefuse_away"
 """The attributes of a module that have its :class:`Ways`, and what :func:`away` gives."""
@@ -138,10 +141,11 @@ def gather(local: Tensor, of: Of) -> Tensor:
     experts, slices, _ = of
     out = local
     if slices is not None:
-        out = torch.ops.moefuse.gathered_slices.default(out, *slices)
+        axis, blocks, terms = slices
+        out = torch.ops.moefuse.gathered_slices.default(out, int(axis), int(blocks), terms)
     if experts is not None:
         table, slots, terms = experts
-        out = torch.ops.moefuse.gathered.default(out, table.on(out.device), slots, terms)
+        out = torch.ops.moefuse.gathered.default(out, table.on(out.device), int(slots), terms)
     return out
 
 

@@ -115,8 +115,8 @@ class Where:
     def of(self, name: str) -> views.Of:
         """How a Parameter is gathered."""
         cut = self.cut(name)
-        slices = None if cut is None or self.slices is None else (cut.axis + 1, cut.blocks, of_weight(self.slices.terms, name))
-        return ((self.table, self.placement.slots, of_weight(self.terms, name)) if self.terms else None), slices, self.mesh.ndim
+        slices = None if cut is None or self.slices is None else (str(cut.axis + 1), str(cut.blocks), of_weight(self.slices.terms, name))
+        return ((self.table, str(self.placement.slots), of_weight(self.terms, name)) if self.terms else None), slices, self.mesh.ndim
 
     def sharded(self, name: str, rows: Tensor, like: nn.Parameter) -> nn.Parameter:
         """A Parameter [E, ...] of which this rank holds its part of ``rows``; with gaps between ranks, [P * L, ...] with empty rows."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
@@ -153,6 +154,22 @@ def shared_beside(rank: int, how: dict[str, Any], tokens: tuple[int, int]) -> tu
     report = moefuse.last_report()
     assert report is not None
     return worst, [fused.shared for fused in report.fused], started.call_count
+
+
+def sizes_as_symbols(rank: int, kind: type[nn.Module]) -> tuple[float, int, list[str]]:
+    """(largest difference from one process, layers fused, refusals) under FSDP2 with ``dynamic=True``, where numbers are symbols too."""
+    single = layers.Model(kind, E)
+    model = copy.deepcopy(single)
+    plan = moefuse.parallelize(model, mesh())
+    fully_shard(model, mesh=mesh(), ignored_params=plan.parameters)
+    run, worst = torch.compile(model, backend="moefuse", dynamic=True), 0.0
+    with torch.no_grad():
+        for tokens in (5, 7, 9):
+            x = torch.randn(tokens + rank, layers.H)
+            worst = max(worst, (run(x) - single(x)).abs().max().item())
+    report = moefuse.last_report()
+    assert report is not None
+    return worst, len(report.fused), [skipped.code for skipped in report.skipped]
 
 
 def _counted(called: list[str], name: str, function: Any) -> Any:
