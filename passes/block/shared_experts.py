@@ -92,10 +92,10 @@ def _worth(node: Node, tokens: int) -> bool:
 
 def _most(experts: Node, tokens: int) -> int:
     """Up to how many tokens a second stream is taken: not where transfers may have one too, which nobody has measured together."""
-    x = fake(experts.args[0])
-    features = hint(x.shape[-1])
     if experts.target is not torch.ops.moefuse.ep_experts.default:
         return tokens
+    x = fake(experts.args[0])
+    features = hint(x.shape[-1])
     return min(tokens, (beside.LEAST - 1) // (features * x.element_size())) if isinstance(features, int) else 0
 
 

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
+
+from tests.dist.workers import Workers
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Workers]:
+    """Two processes with a GPU each, for all tests of a module."""
+    workers = Workers(2, timeout=120, cuda=True)
+    yield workers
+    workers.close()
 
 
 @pytest.hookimpl(trylast=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +21,6 @@ from tests.dist.workers import Workers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 NEVER = 1 << 40
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Workers]:
-    workers = Workers(2, timeout=120, cuda=True)
-    yield workers
-    workers.close()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,13 +18,6 @@ from tests.dist.equal import Case
 from tests.dist.workers import Workers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Workers]:
-    workers = Workers(2, timeout=120, cuda=True)
-    yield workers
-    workers.close()
 
 
 def mesh() -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +18,6 @@ from tests.dist.workers import Workers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 REPLAYS = 1000
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Workers]:
-    workers = Workers(2, timeout=120, cuda=True)
-    yield workers
-    workers.close()
 
 
 CASES = {

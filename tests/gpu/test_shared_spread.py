@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,6 @@ from tests.dist import layers
 from tests.dist.workers import Workers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Workers]:
-    workers = Workers(2, timeout=120, cuda=True)
-    yield workers
-    workers.close()
 
 
 @pytest.mark.parametrize("transport", ["symm", "allgather"])
