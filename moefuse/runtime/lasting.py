@@ -27,12 +27,12 @@ def kept(known: dict[K, T], key: K, device: torch.device, make: Callable[[], T])
         return found
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return make()
-    found = known[key] = _apart(device, make)
+    found = known[key] = apart(device, make)
     return found
 
 
-def _apart(device: torch.device, make: Callable[[], T]) -> T:
-    """``make()`` outside of every pool. Work that it launches is in order on the current stream."""
+def apart(device: torch.device, make: Callable[[], T]) -> T:
+    """``make()`` outside of every pool, what torch itself keeps of it too. Work that it launches is in order on the current stream."""
     if device.type != "cuda":
         return make()
     stream = torch.cuda.current_stream(device)

@@ -35,7 +35,6 @@ from moefuse.passes.match.safety import checked
 from moefuse.passes.match.templates import match
 from moefuse.passes.prove.synthetic_inputs import hint
 from moefuse.passes.prove.verify import verify
-from moefuse.runtime.transports import beside
 
 DEVICES = {"cuda"}
 """Where a shared expert gains from a stream of its own. Elsewhere it is left to Inductor."""
@@ -75,7 +74,7 @@ def join_shared(graph: Graph, known: dict[Node, Any], tokens: int, check: bool) 
         _read_behind(graph, each)
     ctx, joined, gone = interpret(graph), [], set[Node]()
     for each in sums:
-        done = None if gone & {each.add, each.at} else _join(ctx, known, _most(each.experts, tokens), check, each)
+        done = None if gone & {each.add, each.at} else _join(ctx, known, tokens, check, each)
         if done is not None:
             gone.add(each.add)
             joined.append(done)
@@ -87,16 +86,7 @@ def _worth(node: Node, tokens: int) -> bool:
         return False
     value = fake(node)
     count = hint(value.shape[0])
-    return value.device.type in DEVICES and isinstance(count, int) and 0 < count <= _most(node, tokens)
-
-
-def _most(experts: Node, tokens: int) -> int:
-    """Up to how many tokens a second stream is taken: not where transfers may have one too, which nobody has measured together."""
-    if experts.target is not torch.ops.moefuse.ep_experts.default:
-        return tokens
-    x = fake(experts.args[0])
-    features = hint(x.shape[-1])
-    return min(tokens, (beside.LEAST - 1) // (features * x.element_size())) if isinstance(features, int) else 0
+    return value.device.type in DEVICES and isinstance(count, int) and 0 < count <= tokens
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefuse
+from moefuse.runtime.transports import beside, symm
 from tests.dist import balanced, equal, layers
 from tests.dist.equal import Case
 from tests.dist.workers import Workers
@@ -87,6 +88,45 @@ def replays(rank: int, transport: str) -> float:
             if step % 50 == 0:
                 run(x)  # not in the graph
     return worst.item()
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("tokens", [6, 2304])
+def test_the_first_call_is_for_a_graph(two: Workers, tokens: int, train: bool) -> None:
+    """``mode="reduce-overhead"`` of a model that has never run: buffers come into being in the call that warms up, whose pool may keep
+    nothing; torch keeps tables of addresses beside them. With 2304 tokens transfers have buffers of their own."""
+    for worst in two.run(first_in_a_graph, tokens, train):
+        assert worst <= 3e-2
+
+
+def first_in_a_graph(rank: int, tokens: int, train: bool) -> float:
+    """The relative difference of outputs and gradients from those of all experts, a token's with a larger one than nine in ten: in
+    bfloat16 a few choose other experts."""
+    before = layers.H, layers.I, beside.LEAST
+    layers.H, layers.I, beside.LEAST = 256, 128, 1 << 20
+    torch._dynamo.reset()
+    symm._buffers.clear()
+    torch.manual_seed(0)
+    single = layers.Model(layers.Stacked, 6).cuda().bfloat16()
+    model: nn.Module = copy.deepcopy(single)
+    mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("ep",))["ep"]
+    moefuse.parallelize(model, mesh, max_tokens=tokens, transport="symm")
+    run, worst = torch.compile(model, backend="moefuse", dynamic=False, mode="reduce-overhead"), 0.0
+    for _ in range(4):
+        model.zero_grad()  # gradients that are kept are memory of the graph
+        x = torch.randn(tokens, layers.H, device="cuda").bfloat16()
+        mine, theirs = x.clone().requires_grad_(train), x.clone().requires_grad_(train)
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [run(mine), single(theirs)]
+        if train:
+            for out in found:
+                out.float().square().mean().backward()
+            found += [mine.grad, theirs.grad]
+        for ours, wanted in zip(found[::2], found[1::2], strict=True):
+            off, size = (ours - wanted).float().norm(dim=-1), wanted.float().norm(dim=-1).mean()
+            worst = max(worst, (off / size).quantile(0.9).item())
+    layers.H, layers.I, beside.LEAST = before
+    return worst
 
 
 @pytest.mark.parametrize(

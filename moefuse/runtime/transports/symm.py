@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
-from moefuse.runtime import providers
+from moefuse.runtime import lasting, providers
 from moefuse.runtime.collectives import is_fake
 from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.ranks import numbers_dtype
@@ -87,7 +87,7 @@ def buffers(group: Group, device: torch.device, needed: int, use: str = "") -> B
     torch.cuda.synchronize(device)
     failed, memory = "", None
     try:
-        memory = _torch_private.symmetric_memory(2 * size + _ALIGN * _HEAD, device)
+        memory = lasting.apart(device, lambda: _torch_private.symmetric_memory(2 * size + _ALIGN * _HEAD, device))
     except (RuntimeError, AttributeError, ImportError) as error:
         failed = str(error)
     # Who has no memory would leave the others waiting for it.
@@ -95,7 +95,8 @@ def buffers(group: Group, device: torch.device, needed: int, use: str = "") -> B
     if memory is None or lacking:
         raise ParallelError(f"transport='symm' found no memory for GPUs to share on rank {lacking[0]} ({failed or 'see there'}): {_ELSE}")
     try:
-        addresses = _torch_private.symmetric_peers(memory, group.process_group)
+        # torch keeps two tables of addresses, in memory of the pool that it finds
+        addresses = lasting.apart(device, lambda: _torch_private.symmetric_peers(memory, group.process_group))
         peers = _torch_private.symmetric_views(memory, group.process_group) if use else ()
     except (RuntimeError, AttributeError, ImportError) as error:
         raise ParallelError(f"transport='symm' needs GPUs that can write each other's memory, and has none ({error}): {_ELSE}") from error
