@@ -144,6 +144,7 @@ from moefuse._torch_private.tensors import (
     on_cpu as on_cpu,
     same_storage as same_storage,
     static_address as static_address,
+    static_sizes as static_sizes,
     storage_key as storage_key,
     storages_of as storages_of,
     tensor_state as tensor_state,

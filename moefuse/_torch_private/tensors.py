@@ -219,6 +219,13 @@ def static_address(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def static_sizes(tensor: torch.Tensor) -> None:
+    """Have Dynamo take no size of a tensor for one that changes, whatever the user says of sizes; also while it traces, where
+    ``torch._dynamo.mark_static`` is for what is traced."""
+    tensor._dynamo_static_indices = set(range(tensor.dim()))  # type: ignore[attr-defined]
+    tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
+
+
 def has_static_address(node: torch.fx.Node) -> bool:
     """Whether an input of a graph from Dynamo is a Parameter, a buffer or another tensor that a module has."""
     return "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})

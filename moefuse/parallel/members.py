@@ -21,7 +21,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.
 """What wrappers put into the names of a state and take out of its keys."""
 
 HOLDER = "_moefuse_holder"
-"""The attribute of an expert, and of a module in it whose Parameters were taken, that has the list; in a tuple, so that it is no child."""
+"""The attribute of an expert, and of a module in it whose Parameters were taken: the list, in a dictionary, so that it is no child."""
 MEMBER = "_moefuse_member"
 """The attribute of such a module's class that has its :class:`Member`: modules at one place in experts of one number share it."""
 
@@ -50,7 +50,7 @@ def member_of(module: nn.Module) -> Member | None:
 
 def holder_of(module: nn.Module) -> nn.Module:
     """The list that has the weights of an expert, or of a module in it."""
-    found: nn.Module = vars(module)[HOLDER][0]
+    found: nn.Module = vars(module)[HOLDER][""]
     return found
 
 

@@ -109,6 +109,7 @@ def _body(kind: type[nn.Module], held: Held) -> dict[str, Any]:
     of_state = state.of_list if held.listed else state.of_stacked
 
     def apply(self: Any, function: Any, recurse: bool = True) -> Any:
+        vars(self).pop(views.PARTS, None)  # nothing is to know Parameters that torch swaps
         made = _converted(self, function)
         kind._apply(self, function, recurse)
         self._parameters.update(made)
@@ -119,8 +120,13 @@ def _body(kind: type[nn.Module], held: Held) -> dict[str, Any]:
         kind.__setstate__(self, found)
         _settle(self)
 
+    def getstate(self: Any) -> Any:
+        found = kind.__getstate__(self)
+        return {name: value for name, value in found.items() if name != views.PARTS} if isinstance(found, dict) else found
+
     parametrised = {} if held.listed else away.body(kind, held.names)
-    return {**of_state(kind, held.names, _where, _settle), **parametrised, "_apply": apply, "__setstate__": setstate, READ: _weights}
+    copied = {"__getstate__": getstate, "__setstate__": setstate}
+    return {**of_state(kind, held.names, _where, _settle), **parametrised, **copied, "_apply": apply, READ: _weights}
 
 
 def _weights(module: nn.Module) -> dict[str, Weight | None]:
@@ -252,9 +258,9 @@ def _shard_listed(site: Listed, held: Held) -> None:
     for expert, item in enumerate(site.items):
         for inner in taken:
             _take(item.get_submodule(inner), inner, expert, held)
-            object.__setattr__(item.get_submodule(inner), HOLDER, (holder,))
+            object.__setattr__(item.get_submodule(inner), HOLDER, {"": holder})
         if "" not in taken:
-            object.__setattr__(item, HOLDER, (holder,))
+            object.__setattr__(item, HOLDER, {"": holder})
             item.__class__ = kinds[type(item)]
     _know(holder, held)
     views.with_properties(holder, _place(held), _body(type(holder), held), _key(held))
@@ -295,7 +301,7 @@ def _row(holder: nn.Module, path: str, expert: int) -> nn.Parameter:
 
 
 def _row_reader(name: str, expert: str) -> Callable[[Any], Tensor]:
-    return lambda module: views.full(getattr(module, HOLDER)[0], name)[int(expert)]  # a number would be a symbol (``views.Of``)
+    return lambda module: views.full(getattr(module, HOLDER)[""], name)[int(expert)]  # a number would be a symbol (``views.Of``)
 
 
 def stacked_name(path: str) -> str:

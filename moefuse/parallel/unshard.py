@@ -55,7 +55,7 @@ def unparallelize(model: nn.Module) -> None:
         for module in model.modules():
             if views.is_ours(module):
                 module.__class__ = views.original(module)
-                for name in (HOLDER, HELD, RUNS, WHY, views.WAYS, views.AWAY):
+                for name in (HOLDER, HELD, RUNS, WHY, views.WAYS, views.PARTS, views.AWAY):
                     module.__dict__.pop(name, None)
         model.__dict__.pop(ON_META, None)
 

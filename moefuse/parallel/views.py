@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moefuse import _torch_private
-from moefuse.capture.dynamo import parametrized
+from moefuse.capture.dynamo import in_step, parametrized
 from moefuse.capture.dynamo.registering import ORIGINAL as ORIGINAL
 from moefuse.errors import ParallelError
 from moefuse.parallel.read_only import read_only
@@ -76,12 +78,14 @@ class Ways:
         return self
 
 
-def full(holder: nn.Module, name: str) -> Tensor:
-    """[E, ...]: all of a sharded Parameter of ``holder``.
+def full(holder: nn.Module, name: str, ours: bool = False) -> Tensor:
+    """[E, ...]: all of a sharded Parameter of ``holder``; ``ours``: for inference in a frame of ours (``capture/dynamo/in_step.py``).
 
     While FSDP holds shards of this rank's part, which are over a mesh of one more dimension, the attribute is that Parameter, as it is
     of any module under FSDP; between its hooks it is the part again.
     """
+    if ours and (found := _by_part(getattr(holder, PARTS), name)) is not None:
+        return found
     parameter: Any = holder._parameters.get(name)
     of: Of = getattr(holder, WAYS).of[name]
     if not isinstance(parameter, DTensor):
@@ -91,11 +95,68 @@ def full(holder: nn.Module, name: str) -> Tensor:
     if torch.compiler.is_compiling():
         differs = torch.is_grad_enabled() and parameter.requires_grad
         return gather(parameter.to_local() if differs else _torch_private.local_part(parameter), of)
-    found: Tensor = _in_eager(holder, parameter, name, of, _torch_private.in_compiled_call())
-    return found
+    gathered: Tensor = _in_eager(holder, parameter, name, of, _torch_private.in_compiled_call())
+    return gathered
 
 
 parametrized.READERS.add(full.__code__)
+
+PARTS = "_moefuse_parts"
+"""The attribute of a module that has for each Parameter what :func:`_by_part` reads, and tables by their devices: dictionaries of plain
+tensors and text, and nothing else, so that guards on it are cheap. It is there once a frame of ours has read it."""
+
+
+def _by_part(parts: dict[str, Any], name: str) -> Tensor | None:
+    """What :func:`gather` gives, from what a module keeps; None where the Parameter itself has to be asked."""
+    held = parts[name]
+    out: Tensor | None = held["part"]
+    if out is None:
+        return None
+    if "axis" in held:
+        out = torch.ops.moefuse.gathered_slices.default(out, int(held["axis"]), int(held["blocks"]), held["of slices"])
+    if "slots" in held:
+        out = torch.ops.moefuse.gathered.default(out, parts[held["table"]], int(held["slots"]), held["of experts"])
+    return out
+
+
+def _in_step(holder: Any) -> None:
+    """Have ``PARTS`` of a module say what its Parameters are."""
+    if PARTS not in vars(holder):
+        object.__setattr__(holder, PARTS, {})
+    parts = getattr(holder, PARTS)
+    for name, of in getattr(holder, WAYS).of.items():
+        parameter = holder._parameters.get(name)
+        is_part = isinstance(parameter, DTensor) and len(parameter.placements) <= of[2]
+        part = _torch_private.local_part(parameter) if is_part else None
+        if name not in parts or parts[name]["part"] is not part:
+            parts[name] = _kept(holder, name, part, of)
+
+
+in_step.read_by(full, PARTS, _in_step)
+
+
+def _kept(holder: Any, name: str, part: Tensor | None, of: Of) -> dict[str, Any]:
+    experts, slices, _ = of
+    kept: dict[str, Any] = {"part": part}
+    if part is None:
+        return kept
+    _torch_private.static_sizes(part)  # as those of a Parameter are
+    if slices is not None:
+        kept |= dict(zip(("axis", "blocks", "of slices"), slices, strict=True))
+    if experts is not None:
+        table, slots, terms = experts
+        table.ready(part.device)
+        kept |= {"table": str(part.device), "slots": slots, "of experts": terms}
+        getattr(holder, PARTS)[str(part.device)] = table.on(part.device)
+    return kept | {"while": weakref.ref(holder._parameters[name], functools.partial(_end, weakref.ref(holder), name))}
+
+
+def _end(holder: weakref.ref[nn.Module], name: str, parameter: weakref.ref[Any]) -> None:
+    """A Parameter is gone: nothing keeps the memory of its part."""
+    module = holder()
+    parts = {} if module is None else vars(module).get(PARTS, {})
+    if parts.get(name, {}).get("while") is parameter:
+        del parts[name]
 
 
 def _gone(holder: nn.Module, name: str) -> NoReturn:

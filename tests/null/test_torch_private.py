@@ -397,6 +397,20 @@ def test_whether_callees_are_compiled() -> None:
     assert not _torch_private.compiles_callees()
 
 
+def test_static_sizes(no_code: None) -> None:
+    """Also where a program is being traced, and with ``dynamic=True``."""
+    kept, shapes = torch.zeros(3), list[Any]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        shapes.extend(value.shape for value in found if isinstance(value, torch.Tensor))
+        return graph
+
+    _torch_private.static_sizes(kept)
+    torch.compile(lambda x: x.sum() + kept.sum(), backend=backend, dynamic=True)(torch.zeros(4))
+    assert sorted(type(shape[0]) is int for shape in shapes) == [False, True]
+
+
 def test_static_address() -> None:
     assert _torch_private.static_address(torch.zeros(1))._dynamo_static_input_type == "unguarded"  # type: ignore[attr-defined]
 

@@ -23,6 +23,7 @@ from moefuse.capture.dynamo import (
     control,
     creation_clock,
     fresh_leaves,
+    in_step,
     inside,
     left,
     observed,
@@ -199,7 +200,10 @@ def _on_step(original: Any, self: Any) -> Any:
 def _on_run(start: Callable[[Any, Any, bool], Observer | None], elsewhere: inside.Tell, original: Any, self: Any) -> Any:
     observer = _begin(start, self)
     if observer is None:
-        return original(self) if observed.of(self.output) is not None else inside.run(original, self, elsewhere)
+        if observed.of(self.output) is None:
+            return inside.run(original, self, elsewhere)
+        in_step.told(self)
+        return original(self)
     try:
         result = original(self)
     except Exception as error:

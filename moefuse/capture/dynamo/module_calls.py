@@ -32,7 +32,7 @@ def watch(output: Any, traced: Collection[types.CodeType]) -> None:
     empty: dict[str, set[str]] = {}
     for source in [g.originating_source for g in output.guards.inner if g.create_fn is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT]:
         empty.setdefault(source_name(source.base), set()).add(source.member)
-    empty = {name: hooks for name, hooks in empty.items() if _module(name, root.f_locals, root.f_globals) is not None}
+    empty = {name: hooks for name, hooks in empty.items() if module_of(name, root.f_locals, root.f_globals) is not None}
     if empty:
         check = Check(empty, root.f_locals, root.f_globals, traced)
         output.guards.add(GlobalStateSource().make_guard(_creator(check)))
@@ -43,7 +43,7 @@ def source_name(source: Any) -> str:
     return str(source.name() if callable(source.name) else source.name)
 
 
-def _module(name: str, f_locals: Mapping[str, Any], f_globals: dict[str, Any]) -> nn.Module | None:
+def module_of(name: str, f_locals: Mapping[str, Any], f_globals: dict[str, Any]) -> nn.Module | None:
     """The module behind a name that is one of Python's and begins with a variable; None for any other."""
     try:
         value = eval(name, {"L": f_locals, "G": f_globals}) if _ROOT.match(name) else None

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.fx import Node
 
-from moefuse.capture.dynamo import armed, checkpoints, ddp, fresh_leaves, module_calls, parametrized, relations, told_apart
+from moefuse.capture.dynamo import armed, checkpoints, ddp, fresh_leaves, in_step, module_calls, parametrized, relations, told_apart
 
 _KEPT = "moefuse_capture"
 _SETTINGS = "moefuse_settings"
@@ -160,4 +160,5 @@ def _compile(output: Any, observer: Observer, compile: Callable[[], Any]) -> Any
     if observer.apart is not None:
         told_apart.watch(output, observer.apart)
     armed.watch(output)
+    in_step.watch(output)
     return compiled

@@ -38,7 +38,7 @@ POINTS: _Points = {
     "torch._dynamo.source": "GlobalStateSource",
     "torch._dynamo.side_effects:SideEffects": (
         "mutation store_attr prune_dead_object_new check_allowed_side_effect clone output_graph_weakref store_attr_mutations "
-        "id_to_variable tensor_hooks save_for_backward has_pending_mutation_of_attr"
+        "id_to_variable tensor_hooks save_for_backward has_pending_mutation_of_attr is_modified"
     ),
     "torch._dynamo.variables.base:MutationType": "__init__",
     "torch._dynamo.variables.base": "ValueMutationNew AttributeMutationNew",
