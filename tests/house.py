@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import sys
 from collections import Counter
@@ -128,9 +129,15 @@ def imports(source: str) -> Iterator[tuple[str, bool]]:
     yield from visit(ast.parse(source), False)
 
 
+@functools.cache
+def imported() -> Mapping[str, list[tuple[str, bool]]]:
+    """Module -> its :func:`imports`, all read at the first call."""
+    return {name: list(imports(path.read_text())) for name, path in MODULES.items()}
+
+
 def arrows() -> dict[str, set[str]]:
     """Module -> modules that it imports."""
-    found = {name: {target for target, _ in imports(path.read_text())} & set(MODULES) - {name} for name, path in MODULES.items()}
+    found = {name: {target for target, _ in its} & set(MODULES) - {name} for name, its in imported().items()}
     return {name: targets - {"__init__"} for name, targets in found.items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.house import FLOORS, MODULES, PACKAGE, arrows, arrows_up, circles, imports, room, rooms_of
+from tests.house import FLOORS, PACKAGE, arrows, arrows_up, circles, imported, imports, room, rooms_of
 
 TOP = 12
 """Files at the top of the package, each named by what a reader looks for."""
@@ -46,28 +46,25 @@ LATE = {
 """Modules that import others of moefuse in a function, and why."""
 
 
-GRAPH = arrows()
-
-
 def test_every_room_has_a_floor() -> None:
-    assert len(GRAPH) > 450, "the links to passes/ and kernels/ are not followed"
-    rooms = {room(name) for name in GRAPH}
+    assert len(arrows()) > 450, "the links to passes/ and kernels/ are not followed"
+    rooms = {room(name) for name in arrows()}
     assert rooms == set(FLOORS), f"without a floor: {sorted(rooms - set(FLOORS))}; not there any more: {sorted(set(FLOORS) - rooms)}"
 
 
 def test_there_are_no_import_circles() -> None:
     """Imports in functions and for types count, too."""
-    assert not circles(GRAPH), f"import circles among {sorted(circles(GRAPH))}"
+    assert not circles(arrows()), f"import circles among {sorted(circles(arrows()))}"
 
 
 def test_rooms_are_in_no_circle() -> None:
     """But for those that a known arrow up closes."""
-    straight = {name: {target for target in targets if f"{name} -> {target}" not in UP} for name, targets in GRAPH.items()}
+    straight = {name: {target for target in targets if f"{name} -> {target}" not in UP} for name, targets in arrows().items()}
     assert not circles(rooms_of(straight)), f"circles among the rooms {sorted(circles(rooms_of(straight)))}"
 
 
 def test_imports_follow_the_floors() -> None:
-    found = set(arrows_up(GRAPH))
+    found = set(arrows_up(arrows()))
     assert found == set(UP), f"up: {sorted(found - set(UP))}; not there any more: {sorted(set(UP) - found)}"
 
 
@@ -76,7 +73,7 @@ def test_few_files_are_at_the_top() -> None:
 
 
 def test_imports_in_functions_have_a_reason() -> None:
-    hidden = {name for name, path in MODULES.items() if any(inside for _, inside in imports(path.read_text()))}
+    hidden = {name for name, its in imported().items() if any(inside for _, inside in its)}
     assert hidden == set(LATE), f"without a reason: {sorted(hidden - set(LATE))}; not there any more: {sorted(set(LATE) - hidden)}"
 
 
