@@ -27,8 +27,8 @@ SAID: dict[str, tuple[list[str], str]] = {
     "replay.py": (["--steps", "2"], r"'model.layers.1.mlp.experts': \[\[192, 2\]\]"),
     "quantised.py": ([], r"differs by at most \d\.\de-0[7-9]\nmoefuse: fused 1 of 1 MoE layer.*\n.*held as s8"),
 }
-WITHOUT_CODE = {"lora.py", "replay.py"}
-"""What they show is nothing of Inductor's, and other examples train with its code."""
+WITHOUT_CODE = {"finetune.py", "lora.py", "replay.py"}
+"""What they show is nothing of Inductor's, and nanogpt.py trains with its code."""
 ELSEWHERE = {"demo.py", "expert_parallel.py", "sft.py"}
 """Run by ``make demo``, tests/dist and ``make test-trl``."""
 SHORT = 80

@@ -102,14 +102,14 @@ class Hit(Layer):
 @pytest.mark.parametrize(
     ("kind", "grad"),
     [
-        (Split, False),
+        pytest.param(Split, False, marks=pytest.mark.thorough),
         (Split, True),
         (Ends, False),
         (Narrow, True),
         (Asked, False),
         (Masked, False),
-        (Masked, True),
-        (Hit, False),
+        pytest.param(Masked, True, marks=pytest.mark.thorough),
+        pytest.param(Hit, False, marks=pytest.mark.thorough),
         (Hit, True),
     ],
 )

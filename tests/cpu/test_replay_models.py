@@ -22,7 +22,7 @@ def other(routing: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
 
 
 @pytest.mark.usefixtures("light")
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", pytest.param("mixtral", marks=pytest.mark.thorough)])
 def test_chosen_in_every_way(name: str) -> None:
     """Softmax before and behind the choice, groups with a bias: own ids give the same bits, others are taken."""
     model = tiny.build(name)
