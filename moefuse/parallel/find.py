@@ -80,9 +80,22 @@ def experts_of(model: nn.Module, modules: str | None = None) -> list[Site]:
             f"moefuse.parallelize found no experts{where} in {type(model).__name__}: no Parameters [E, ..], and no list of equal "
             "modules, beside the weight of a router with E scores"
         )
+    found = _once(model, found)
     _not_tied(model, found)
     _not_shared(model, found)
     return found
+
+
+def _once(model: nn.Module, found: list[Site]) -> list[Site]:
+    """One layer in several blocks is one: a block that has it, too, has nothing of its own."""
+    kept: dict[tuple[int, tuple[str, ...]], Site] = {}
+    for site in found:
+        other = kept.setdefault((id(site.module), site.names), site)
+        if other is site or model.get_submodule(other.layer) in set(model.get_submodule(site.layer).modules()):
+            continue
+        what = "one list of experts" if isinstance(site, Listed) else "one module with their experts"
+        raise ParallelError(f"{other.layer} and {site.layer} have {what}: it cannot be sharded, give each layer its own")
+    return list(kept.values())
 
 
 def _sites(model: nn.Module, suspect: Suspect, pairs: list[Pair]) -> Iterator[Site]:
@@ -166,11 +179,6 @@ def _not_tied(model: nn.Module, found: list[Site]) -> None:
 def _not_shared(model: nn.Module, found: list[Site]) -> None:
     """No layer, expert or other module has a part of an expert that is another's, too: weights are read by their place in one list."""
     lists = [site for site in found if isinstance(site, Listed)]
-    first: dict[int, Listed] = {}
-    for site in lists:
-        other = first.setdefault(id(site.module), site)
-        if other is not site:
-            raise ParallelError(f"{other.layer} and {site.layer} have one list of experts: it cannot be sharded, give each layer its own")
     inner = {id(m) for site in lists for item in site.items for m in item.modules() if next(m.parameters(), None) is not None}
     names: dict[int, str] = {}
     for path, module in model.named_modules():

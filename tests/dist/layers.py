@@ -168,6 +168,59 @@ class Shared(Stacked):
         return out
 
 
+class Counting(Stacked):
+    """Counts in a buffer what its experts get, as a bias that balances them is made of."""
+
+    load: Tensor
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.register_buffer("load", torch.zeros(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.load += F.one_hot(self.route(x)[1], len(self.load)).sum((0, 1))
+        return out
+
+
+class Inner(Routed):
+    """Weights are another module's than the router."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.held = Stacked(experts)
+        del self.held.router
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.held.route = self.route  # type: ignore[method-assign]
+        out: Tensor = self.held(x)
+        return out
+
+
+class Blocks(nn.Module):
+    """One layer of a kind in two blocks."""
+
+    def __init__(self, kind: type[nn.Module], experts: int) -> None:
+        super().__init__()
+        self.first = Around(kind(experts))
+        self.second = Around(self.first.layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        return out
+
+
+class Around(nn.Module):
+    """A residual connection."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)  # type: ignore[no-any-return]
+
+
 class OnInput(Stacked):
     """Routing weights multiply the token."""
 

@@ -20,6 +20,7 @@ CASES = {
     "transposed, biases, dense": Case(layers.Transposed, (5, 7)),
     "grouped products": Case(layers.Grouped, (5, 7)),
     "a shared expert": Case(layers.Shared, (5, 7)),
+    "a buffer that counts": Case(layers.Counting, (5, 7)),
     "weight on the input": Case(layers.OnInput, (5, 7)),
     "nothing on one rank": Case(layers.Stacked, (9, 0)),
     "nothing on the other": Case(layers.Listed, (0, 3)),

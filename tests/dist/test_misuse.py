@@ -118,6 +118,20 @@ def test_tied_experts(mesh: DeviceMesh) -> None:
     refused(model, mesh, r"first.down and second.down are one Parameter: tied experts cannot be sharded, untie them")
 
 
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+def test_one_layer_in_two_blocks(mesh: DeviceMesh, kind: type[nn.Module]) -> None:
+    """It is one layer, also to the second block; experts with two routers are two."""
+    model: Any = layers.Blocks(kind, 8)
+    assert [layer.name for layer in moefuse.parallelize(model, mesh).layers] == ["first.layer"]
+
+
+def test_layers_that_share_a_module_with_experts(mesh: DeviceMesh) -> None:
+    """Each has a router of its own."""
+    model: Any = layers.Model(layers.Inner, 8)
+    model.second.held = model.first.held
+    refused(model, mesh, "first and second have one module with their experts: it cannot be sharded, give each layer its own")
+
+
 def test_modules_that_experts_share(mesh: DeviceMesh) -> None:
     """A layer's whole list, a part of an expert, an expert under another name; what has no Parameters may be shared."""
     model: Any = layers.Model(layers.Listed, 8)

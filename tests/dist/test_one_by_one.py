@@ -194,6 +194,13 @@ class Taking(layers.Listed):
         return super().forward(x)
 
 
+def test_what_a_layer_counts_is_no_experts_memory(mesh: DeviceMesh) -> None:
+    """A buffer is written beside weights that are DTensors, whose memory is that of what they are made of."""
+    model = layers.Model(layers.Counting, 4)
+    moefuse.parallelize(model, mesh, max_tokens=6)
+    torch.compile(model, backend="moefuse", dynamic=False, options={"expect": 2, "strict": True})(torch.randn(6, layers.H))
+
+
 def test_a_list_is_no_layer(mesh: DeviceMesh) -> None:
     """It holds [E, ..] once it is spread, and nobody calls it."""
     for spread in (False, True):

@@ -93,7 +93,7 @@ class Check:
 
     def __init__(self, inputs: Sequence[Input], f_globals: dict[str, Any], exact: bool = True) -> None:
         self._values, self._globals = reader([one.name for one in inputs]), f_globals
-        self._whole = all(_torch_private.in_memory(one.tensor) == [one.tensor] for one in inputs)
+        self._whole = all(_is_whole(one.tensor) for one in inputs)
         self._written = [one.written for one in inputs]
         self._bytes = [extent(one.tensor) if one.static and self._whole else None for one in inputs]
         self._changing = [at for at, size in enumerate(self._bytes) if size is None]
@@ -121,6 +121,12 @@ class Check:
     def _same(self, values: Sequence[torch.Tensor]) -> bool:
         found = relation(values, self._written)
         return found == self.expected if self._exact else bool(found) == bool(self.expected)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what lies in memory, and not made of others, as a DTensor is."""
+    parts = _torch_private.in_memory(tensor)
+    return len(parts) == 1 and parts[0] is tensor
 
 
 def relation(values: Sequence[torch.Tensor], written: Sequence[bool]) -> list[Any]:
