@@ -10,7 +10,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -92,6 +92,26 @@ def freezing(kind: type[nn.Module], layer: Callable[[nn.Module], str]) -> dict[s
         return self
 
     return {"requires_grad_": requires_grad_}
+
+
+def keeping(kind: type[nn.Module], layer: Callable[[nn.Module], str]) -> dict[str, Any]:
+    """A method for the class of a module in an expert of a ``layer``: it gets no Parameter in place of one that the list has."""
+
+    def register_parameter(self: Any, name: str, parameter: Any) -> None:
+        member = member_of(self)
+        if member is not None and name in member.names:
+            refuse_set(self, name, layer(self))
+        kind.register_parameter(self, name, parameter)
+
+    return {"register_parameter": register_parameter}
+
+
+def refuse_set(module: nn.Module, name: str, layer: str) -> NoReturn:
+    """Raises where an attribute is set of which the list of experts has the weights."""
+    raise ParallelError(
+        f"{name} of {type(module).__name__} in an expert of {layer} was set, and is a row of what the list of experts has on one rank: "
+        "set it before moefuse.parallelize, or load a state_dict"
+    )
 
 
 _SHARED = (

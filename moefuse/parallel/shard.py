@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,20 @@ from moefuse.parallel import away, state, views
 from moefuse.parallel.checks import in_optimizer
 from moefuse.parallel.copies import watch
 from moefuse.parallel.find import Listed, Site, Stacked
-from moefuse.parallel.members import HOLDER, MEMBER, Member, copying, freezing, holder_of, listing, member_of, members_of, unwrapped
+from moefuse.parallel.members import (
+    HOLDER,
+    MEMBER,
+    Member,
+    copying,
+    freezing,
+    holder_of,
+    keeping,
+    listing,
+    member_of,
+    members_of,
+    refuse_set,
+    unwrapped,
+)
 from moefuse.parallel.where import Where
 from moefuse.program.weights import READ, Weight
 
@@ -274,9 +287,13 @@ def _take(module: nn.Module, inner: str, expert: int, held: Held) -> None:
     for own in member.names:
         del module._parameters[own]
     kind = type(module)
-    body = {**state.of_member(kind, member, held.names, _where), **_of_expert(kind), MEMBER: member, READ: _rows}
+    body = {**state.of_member(kind, member, held.names, _where), **_of_expert(kind), **keeping(kind, _layer), MEMBER: member, READ: _rows}
     readers = {own: _row_reader(held.names[path], str(expert)) for own, path in member.names.items()}
-    views.with_properties(module, readers, body, (expert, inner, tuple(member.names.items()), member.order, _key(held)))
+    views.with_properties(module, readers, body, (expert, inner, tuple(member.names.items()), member.order, _key(held)), _refuse)
+
+
+def _refuse(module: nn.Module, name: str) -> NoReturn:
+    refuse_set(module, name, _layer(module))
 
 
 def _of_expert(kind: type[nn.Module]) -> dict[str, Any]:

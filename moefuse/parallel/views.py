@@ -183,18 +183,30 @@ def in_call() -> Reads | None:
 def _in_eager(holder: nn.Module, parameter: Any, name: str, of: Of, between_graphs: bool) -> Tensor:
     """The same where a program runs as it is written: no frame for Dynamo, which would compile it for every expert."""
     if of[0] is not None:
-        of[0][0].ready(parameter.to_local().device)
+        of[0][0].ready(_torch_private.local_part(parameter).device)
     reads = _reads.get()
     if reads is not None:
         reads.begin()
         if id(parameter) in reads.known:
             return reads.known[id(parameter)]
-    found = gather(parameter.to_local(), of)
+    found = _gathered(holder, parameter, of)
     if not between_graphs:  # what goes into the next one has to be a plain tensor
         found = read_only(found, f"{type(holder).__name__}.{name}")
     if reads is not None:
         reads.known[id(parameter)] = found
     return found
+
+
+def _gathered(holder: nn.Module, parameter: Any, of: Of) -> Tensor:
+    try:
+        return gather(parameter.to_local(), of)
+    except RuntimeError as error:
+        if transform := _torch_private.transform():
+            raise ParallelError(
+                f"torch.func ({transform}) runs {type(holder).__name__}, whose experts are spread: torch has no such rules for "
+                "DTensors. Transform the model before moefuse.parallelize, or use torch.autograd"
+            ) from error
+        raise
 
 
 def gather(local: Tensor, of: Of) -> Tensor:
@@ -223,12 +235,26 @@ def call(every: Callable[[], list[Tensor]]) -> Iterator[Reads]:
 
 
 def with_properties(
-    module: nn.Module, properties: Mapping[str, Callable[[Any], Tensor]], body: Mapping[str, Any], key: Hashable = None
+    module: nn.Module,
+    properties: Mapping[str, Callable[[Any], Tensor]],
+    body: Mapping[str, Any],
+    key: Hashable = None,
+    refuse: Callable[[Any, str], NoReturn] | None = None,
 ) -> None:
-    """Give a module a class of the name that its class has, with these attributes that are computed, and others in ``body``."""
+    """Give a module a class of the name that its class has, with these attributes that are computed, and others in ``body``.
+
+    Args:
+        refuse: called with a module and the name of such an attribute that is set.
+    """
     for read in (*properties.values(), full):
         _torch_private.inlined_only(read)
-    module.__class__ = subclass(type(module), {**{name: property(read) for name, read in properties.items()}, **body}, key)
+    module.__class__ = subclass(
+        type(module), {**{name: property(read, _setter(name, refuse)) for name, read in properties.items()}, **body}, key
+    )
+
+
+def _setter(name: str, refuse: Callable[[Any, str], NoReturn] | None) -> Callable[[Any, Any], None] | None:
+    return None if refuse is None else lambda module, _: refuse(module, name)
 
 
 ONCE = "_moefuse_gathers_once"

@@ -119,6 +119,28 @@ def test_tied_experts(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+def test_torch_func(mesh: DeviceMesh, kind: type[nn.Module]) -> None:
+    """Torch's own error is of autograd.Function, and names nobody."""
+    model = layers.Model(kind, 8)
+    moefuse.parallelize(model, mesh)
+    with pytest.raises(ParallelError, match=r"torch.func \(grad\) runs (Stacked|ModuleList), whose experts are spread"):
+        torch.func.grad(lambda x: model(x).sum())(torch.randn(3, layers.H))
+
+
+def test_an_attribute_of_an_expert_is_set(mesh: DeviceMesh) -> None:
+    """To a Parameter or a tensor, as ``functional_call`` does with the keys of the model on one process."""
+    model: Any = layers.Model(layers.Listed, 8)
+    full = dict(model.named_parameters())
+    moefuse.parallelize(model, mesh)
+    text = "weight of Linear in an expert of first was set, and is a row of what the list of experts has on one rank: set it before"
+    for value in (nn.Parameter(torch.zeros(2)), torch.zeros(2)):
+        with pytest.raises(ParallelError, match=text):
+            model.first.experts[1][0].weight = value
+    with pytest.raises(ParallelError, match=text):
+        torch.func.functional_call(model, full, torch.randn(3, layers.H))
+
+
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_one_layer_in_two_blocks(mesh: DeviceMesh, kind: type[nn.Module]) -> None:
     """It is one layer, also to the second block; experts with two routers are two."""
     model: Any = layers.Blocks(kind, 8)
