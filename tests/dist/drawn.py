@@ -26,6 +26,10 @@ MODES = ("eval", "train", "train", "micro-batches", "checkpointed", "reentrant",
 """``"mixed"``: experts in bfloat16 and the rest in float32, under autocast."""
 
 
+AGAIN = ("checkpointed", "reentrant", "selective")
+"""What is computed twice is counted twice."""
+
+
 @dataclass(frozen=True)
 class Drawn:
     """One case; ``tokens`` of each rank that has its own, ``how``: arguments of ``parallelize``, ``shape`` of the mesh."""
@@ -157,6 +161,10 @@ def run(rank: int, case: Drawn, behind: str | None = "aot_eager") -> Outcome:
     theirs = _called(single, every, case, dtype, case.mode if case.mode in ("autocast", "mixed") else "")
     truth = _called(exact, every, case, torch.float64, "")
     wrong = _wrong("out", mine.outs[0], theirs.outs[here], truth.outs[here], case)
+    if case.around == "counts" and case.mode not in AGAIN:
+        counted, wanted = (dict(m.named_buffers())["mlp.load"] for m in (model, single))
+        dist.all_reduce(counted)
+        wrong += [] if torch.equal(counted / case.share, wanted) else ["counts are other ones"]
     if case.mode != "eval":
         wrong += _wrong("x", mine.grads[0], theirs.grads[here], truth.grads[here], case)
         _add_up(model, case)
@@ -197,7 +205,7 @@ def _called(model: Any, every: list[tuple[Tensor, Tensor]], case: Drawn, dtype: 
 
 def _again(model: Any, x: Tensor, nudge: Tensor, mode: str) -> Tensor:
     """The result of a call, all of which, or products apart, is computed again for gradients."""
-    if mode not in ("checkpointed", "reentrant", "selective"):
+    if mode not in AGAIN:
         return model(x, nudge)  # type: ignore[no-any-return]
     more: dict[str, Any] = {"use_reentrant": mode == "reentrant"}
     if mode == "selective":

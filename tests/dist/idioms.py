@@ -207,14 +207,17 @@ BODIES: dict[str, type[nn.Module]] = {
     body.__name__.lower(): body for body in (Loop, OnInput, Biased, Gathered, Dense, Sorted, List, Dict, Odd, Adapted, Scaled, Own)
 }
 ROUTERS = ("softmax", "sigmoid", "nested", "given")
-AROUND = ("nothing", "latent", "shared", "gated", "scaled", "twice")
-"""``"twice"``: in the second pass the graph knows a number of tokens that experts of several ranks have been in front of."""
+AROUND = ("nothing", "latent", "shared", "gated", "scaled", "twice", "counts")
+"""``"counts"``: what each expert gets is added to a buffer. ``"twice"``: in the second pass the graph knows a number of tokens that experts
+of several ranks have been in front of."""
 ANY_IDS = ("loop", "biased", "list", "dict", "odd", "oninput", "adapted", "scaled", "own")
 """Bodies in which an expert may be named twice for a token, and a number that is no expert's means nothing."""
 
 
 class Layer(nn.Module):
     """Experts of one body, chosen and surrounded in one way."""
+
+    load: Tensor
 
     def __init__(self, body: str, router: str, around: str, experts: int, top_k: int) -> None:
         super().__init__()
@@ -228,6 +231,8 @@ class Layer(nn.Module):
             self.shared = Mlp(H)
         if around == "gated":
             self.share = nn.Linear(H, 1)
+        if around == "counts":
+            self.register_buffer("load", torch.zeros(experts))
 
     def forward(self, x: Tensor, nudge: Tensor | None = None) -> Tensor:
         ids, weights = self.route(x, torch.zeros_like(self.router(x)) if nudge is None else nudge)
@@ -239,6 +244,8 @@ class Layer(nn.Module):
             return y + self.shared(x)
         if self.around == "gated":
             return y + self.shared(x) * self.share(x).sigmoid()
+        if self.around == "counts":
+            self.load += (ids[..., None] == torch.arange(len(self.load), device=x.device)).sum((0, 1))
         if self.around == "scaled":
             return y * 1.5 + self.shared(x) * 0.5
         return y
