@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.dist.workers import Groups, Workers
 
@@ -24,3 +25,12 @@ def two(groups: Groups) -> Workers:
 @pytest.fixture
 def four(groups: Groups) -> Workers:
     return groups.of(4)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Rank 0 of two, in which nobody else takes part."""
+    from tests.dist.test_big_worlds import one_of  # pytest rewrites the assertions of tests that nobody has imported before
+
+    with one_of(2, 0) as made:
+        yield made

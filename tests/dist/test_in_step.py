@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import moefuse
 from moefuse.capture.dynamo import in_step, module_calls
 from moefuse.parallel import views
 from tests.dist import changed, layers
-from tests.dist.test_big_worlds import one_of
 from tests.dist.workers import Workers
 
 KINDS = [layers.Stacked, layers.Listed]
@@ -30,13 +28,6 @@ def test_nothing_is_stale(two: Workers, kind: type[nn.Module], change: str, back
     for before, after in two.run(changed.run, kind, change, backend):
         assert before <= 1e-5
         assert after <= 1e-5
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Rank 0 of two, in which nobody else takes part."""
-    with one_of(2, 0) as made:
-        yield made
 
 
 @torch.no_grad()

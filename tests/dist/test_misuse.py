@@ -142,7 +142,7 @@ def test_an_attribute_of_an_expert_is_set(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_one_layer_in_two_blocks(mesh: DeviceMesh, kind: type[nn.Module]) -> None:
-    """It is one layer, also to the second block; experts with two routers are two."""
+    """It is one layer, also to the second block."""
     model: Any = layers.Blocks(kind, 8)
     assert [layer.name for layer in moefuse.parallelize(model, mesh).layers] == ["first.layer"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,27 +20,8 @@ from moefuse.passes import replacement
 from moefuse.passes.prove.verify import verify
 from moefuse.pipeline import publish
 from tests.dist import layers
-from tests.dist.test_big_worlds import one_of
 
 LAYERS = 10
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Rank 0 of two, in which nobody else takes part."""
-    with one_of(2, 0) as made:
-        yield made
-
-
-class Around(nn.Module):
-    """What is compiled, around the layer."""
-
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.mlp = kind(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(x)  # type: ignore[no-any-return]
 
 
 def run(model: nn.Module, train: bool) -> Counter[str]:
@@ -64,7 +44,7 @@ def run(model: nn.Module, train: bool) -> Counter[str]:
 def test_more_layers_than_torch_compiles(mesh: DeviceMesh, kind: type[nn.Module], train: bool, around: bool) -> None:
     """Beyond its limit torch runs them in eager mode, where their weights are gathered."""
     torch._dynamo.utils.counters.clear()
-    model = nn.Sequential(*(Around(kind) if around else kind(4) for _ in range(LAYERS)))
+    model = nn.Sequential(*(layers.Around(kind(4)) if around else kind(4) for _ in range(LAYERS)))
     moefuse.parallelize(model, mesh, max_tokens=6)
     found = run(model, train)
     assert found[f"moefuse.{'ep_experts_forward' if train else 'ep_experts_infer'}.default"] == LAYERS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ import moefuse
 from tests.cpu.capture_case import Seen, capturing
 from tests.dist import layers, penalised
 from tests.dist.penalised import Case
-from tests.dist.test_big_worlds import one_of
 from tests.dist.workers import Workers
 
 CASES = [
@@ -36,12 +35,6 @@ def test_penalties(two: Workers, case: Case) -> None:
         assert found.worst <= 2e-5, found
         assert (found.layers, found.skipped) == ((2, 2), [])
         assert any("penalised.py:" in note and "experts-gathered" in note and "no layer" in note for note in found.notes), found
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    with one_of(2, 0) as made:
-        yield made
 
 
 def told(mesh: DeviceMesh, more: Callable[[Any, Tensor], Any], kind: type[nn.Module] = layers.Stacked) -> moefuse.FusionReport:
