@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moefuse import _torch_private
-from moefuse.capture.dynamo import left, module_calls
+from moefuse.capture.dynamo import guards, left
 
 _asked: list[Callable[[], bool]] = []
 
@@ -32,13 +32,9 @@ def watch(output: Any) -> None:
     """Add the guard to a frame, if it is needed."""
     if not _asked:
         return
-    from torch._dynamo.source import GlobalStateSource
-
     on, expected = _asked[0], now()
 
     def same(_: Mapping[str, Any]) -> bool:
         return on() is expected
 
-    output.guards.add(
-        GlobalStateSource().make_guard(lambda builder, _: module_calls.add_check(builder, same, "routing is replayed or not"))
-    )
+    guards.ask(output, same, "routing is replayed or not")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moefuse.capture.dynamo import module_calls, values
+from moefuse.capture.dynamo import guards, module_calls, values
 
 log = logging.getLogger("moefuse.capture")
 
@@ -55,8 +55,6 @@ def told(translator: Any) -> None:
 
 def watch(output: Any) -> None:
     """Have a frame's guards bring in step what it reads."""
-    from torch._dynamo.source import GlobalStateSource
-
     if not _updates:
         return
     read = {(s.member, module_calls.source_name(s.base)) for guard in output.guards.inner for s in _chain(guard.originating_source)}
@@ -64,7 +62,7 @@ def watch(output: Any) -> None:
         names = sorted(name for member, name in read if member == attribute)
         if names:
             check = Check(names, update, output.root_tx.f_locals, output.root_tx.f_globals)
-            output.guards.add(GlobalStateSource().make_guard(_creator(check)))
+            guards.ask(output, check, "what modules keep beside Parameters is in step", first=True)
 
 
 def _chain(source: Any) -> Iterator[Any]:
@@ -73,13 +71,6 @@ def _chain(source: Any) -> Iterator[Any]:
         if hasattr(source, "member"):
             yield source
         source = getattr(source, "base", None)
-
-
-def _creator(check: Check) -> Callable[[Any, Any], None]:
-    def in_step(builder: Any, guard: Any) -> None:
-        module_calls.add_check(builder, check, "what modules keep beside Parameters is in step")
-
-    return in_step
 
 
 class Check:

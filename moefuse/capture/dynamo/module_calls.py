@@ -12,12 +12,14 @@ from __future__ import annotations
 import re
 import types
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.utils.hooks import RemovableHandle
+
+from moefuse.capture.dynamo import guards
 
 _GLOBAL = tuple(hooks for name, hooks in vars(global_hooks).items() if name.startswith("_global_") and name.endswith("_hooks"))
 _ROOT = re.compile(r"[LG]\['\w+'\]")
@@ -26,7 +28,6 @@ _ROOT = re.compile(r"[LG]\['\w+'\]")
 def watch(output: Any, traced: Collection[types.CodeType]) -> None:
     """Add the guard to a frame, for all modules that Dynamo took to have no hooks; ``traced``: the code that it has seen."""
     from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.source import GlobalStateSource
 
     root = output.root_tx
     empty: dict[str, set[str]] = {}
@@ -35,7 +36,7 @@ def watch(output: Any, traced: Collection[types.CodeType]) -> None:
     empty = {name: hooks for name, hooks in empty.items() if module_of(name, root.f_locals, root.f_globals) is not None}
     if empty:
         check = Check(empty, root.f_locals, root.f_globals, traced)
-        output.guards.add(GlobalStateSource().make_guard(_creator(check)))
+        guards.ask(output, check, "no hook on a module, and no other method of its class")
 
 
 def source_name(source: Any) -> str:
@@ -50,22 +51,6 @@ def module_of(name: str, f_locals: Mapping[str, Any], f_globals: dict[str, Any])
     except Exception:
         return None
     return value if isinstance(value, nn.Module) else None
-
-
-def _creator(check: Check) -> Callable[[Any, Any], None]:
-    def no_new_hooks(builder: Any, guard: Any) -> None:
-        add_check(builder, check, "no hook on a module, and no other method of its class")
-
-    return no_new_hooks
-
-
-def add_check(builder: Any, check: Callable[[Mapping[str, Any]], bool], text: str) -> None:
-    """Have a frame's guards ask ``check`` about the frame's locals."""
-    root = builder.guard_manager.root
-    try:
-        root.add_lambda_guard(check, [text], None)
-    except TypeError:  # before torch 2.12 there is no place for the user's stack
-        root.add_lambda_guard(check, [text])
 
 
 def _methods(kinds: set[type], traced: Collection[types.CodeType]) -> list[tuple[type, str, Any]]:

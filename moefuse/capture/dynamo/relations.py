@@ -20,7 +20,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefuse import _torch_private
-from moefuse.capture.dynamo.module_calls import add_check, source_name
+from moefuse.capture.dynamo import guards
+from moefuse.capture.dynamo.module_calls import source_name
 
 _TEXT = "inputs lie in memory as they did, as far as the graph writes to them"
 
@@ -76,15 +77,13 @@ def watch(output: Any, inputs: Sequence[Input], exact: bool = True) -> str | Non
 
     Returns why it cannot be had, or None.
     """
-    from torch._dynamo.source import GlobalStateSource
-
     try:
         check = Check(inputs, output.global_scope, exact)
     except Exception as error:  # an input that comes out of no expression
         return f"{type(error).__name__}: {error}"
     if not check(output.local_scope):
         return "what they come from cannot be looked at"
-    output.guards.add(GlobalStateSource().make_guard(lambda builder, _: add_check(builder, check, _TEXT)))
+    guards.ask(output, check, _TEXT)
     return None
 
 

@@ -11,20 +11,14 @@ from typing import Any
 
 from torch import nn
 
-from moefuse.capture.dynamo import module_calls
+from moefuse.capture.dynamo import guards
 
 
 def watch(output: Any, of: Callable[[nn.Module], Hashable]) -> None:
     """Add the guard to a frame: ``of`` says the same of the modules that it is called with as of those that it was traced with."""
-    from torch._dynamo.source import GlobalStateSource
-
     check = Check(output.root_tx.f_locals, of)
-
-    def same(builder: Any, guard: Any) -> None:
-        module_calls.add_check(builder, check, "a module that options['exclude'] says the same of")
-
     if check.expected:
-        output.guards.add(GlobalStateSource().make_guard(same))
+        guards.ask(output, check, "a module that options['exclude'] says the same of")
 
 
 class Check:
