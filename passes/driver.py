@@ -7,7 +7,7 @@ what capture recorded is discharged and erased, shared experts and the router's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace as replaced
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,7 @@ def fuse(
     options: Options,
     assumptions: Sequence[Assumption] = (),
     breaks: bool = False,
+    seen: Callable[[Region], None] | None = None,
 ) -> GraphResult:
     """Replace every mixture-of-experts region of a Dynamo-level graph, in place.
 
@@ -71,9 +72,10 @@ def fuse(
         options: moefuse's options.
         assumptions: what capture assumed while it traced the graph; those that the fused regions do not discharge are in the result.
         breaks: without moefuse the graph would break where sizes depend on data.
+        seen: called with each region that an op takes the place of, as long as the graph still has its nodes.
     """
     erase_dummies(gm)
-    run = Run(options, assumptions, breaks)
+    run = Run(options, assumptions, breaks, seen=seen)
     run.result.undischarged += discharge.out_of_sight(gm, assumptions)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     known = dict(zip(placeholders, example_inputs, strict=False)) if example_inputs is not None else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace as replaced
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,8 @@ class Run:
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
     numbers: dict[Node, int] = field(default_factory=dict)
     """The fused ops, and where the result says what they are."""
+    seen: Callable[[Region], None] | None = None
+    """Called with each region that an op takes the place of, as long as the graph still has its nodes."""
     proofs: backward.Proofs = field(default_factory=backward.Proofs)
 
 
@@ -239,6 +241,8 @@ class _Replacement:
         ctx, region, run, nodes = self.ctx, self.region, self.run, self.emit.nodes
         anchor = region.anchor
         before, after = fold(steps(sorted(region.nodes, key=ctx.position.__getitem__))), fold(steps(nodes))
+        if run.seen is not None:
+            run.seen(region)
         quietly(remember, ctx, self.known, run.assumptions, region, self.emit, lowered)
         result = unhit_experts.without_tokens(region, run.assumptions, self.emit, lowered.result)
         replace(ctx, region, result)

@@ -1,14 +1,15 @@
 """Which dimension of an expert's Parameters its hidden units are, for tensor parallelism: read from what moefuse makes of the layer.
 
 Shapes do not say it (as many hidden units as features, a latent width, gate and up projection one behind the other or row by row). So the
-layer is traced with a few tokens, up to the first graph in which its experts are recognised, and nothing of that graph is run.
+layer is traced with a few tokens, up to the first graph in which its experts are recognised, and nothing of that graph is run. Which units
+a weight has is said by what their lowering goes by, too (``passes/ir/hidden_units.py``).
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,13 @@ from moefuse.config import Options
 from moefuse.diagnosis.trial import quiet
 from moefuse.diagnosis.undo import taken_back
 from moefuse.errors import ParallelError
-from moefuse.ops.schema import TAKES_IDS
 from moefuse.parallel.find import Site, Stacked
 from moefuse.passes.graph.sharded import is_root, viewed
-from moefuse.passes.graph.slices import NotLocalError, View, holders, owners
+from moefuse.passes.graph.slices import NotLocalError, UnevenError, View, holders, owners
 from moefuse.passes.graph.values import tensor
+from moefuse.passes.ir.expr import weight_leaves
+from moefuse.passes.ir.hidden_units import Hidden, of_part
+from moefuse.passes.ir.regions import Region
 from moefuse.pipeline import rewrite
 
 
@@ -41,6 +44,10 @@ class Cut:
 class _FoundError(BaseException):
     """Ends a trace; no ``Exception``, which compilers hold for failures of a backend."""
 
+    def __init__(self, what: dict[str, Cut | None] | NotLocalError) -> None:
+        super().__init__()
+        self.what = what
+
 
 def cuts_of(model: nn.Module, site: Site, world: int) -> dict[str, Cut | None]:
     """Of each Parameter of a layer's experts, by its name in ``site``: where it is cut; None for one that every rank needs whole.
@@ -51,13 +58,17 @@ def cuts_of(model: nn.Module, site: Site, world: int) -> dict[str, Cut | None]:
     name = site.layer or site.name
     layer = model.get_submodule(site.layer)
     layer = _on_cpu(layer) if any(p.is_meta for p in layer.parameters()) else layer
-    found, why = _traced(layer, site)
-    if found is None:
-        raise ParallelError(f"{name}: which of its weights' dimensions are hidden units is not known, for {why}; use experts='ep'")
     try:
-        return _cuts(layer, site, found, world)
+        return _traced(layer, site, world)
+    except NotRecognisedError as error:
+        why = f"which of its weights' dimensions are hidden units is not known, for {error}; use experts='ep'"
     except NotLocalError as error:
-        raise ParallelError(f"{name}: {error}; use experts='ep', or another number of ranks") from None
+        why = f"{error}; use experts='ep'" + (", or another number of ranks" if isinstance(error, UnevenError) else "")
+    raise ParallelError(f"{name}: {why}")
+
+
+class NotRecognisedError(ValueError):
+    """Nothing is known of what the experts compute."""
 
 
 def _on_cpu(layer: nn.Module) -> nn.Module:
@@ -65,30 +76,21 @@ def _on_cpu(layer: nn.Module) -> nn.Module:
     return copy.deepcopy(layer).to_empty(device="cpu")
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One ``moefuse::experts`` of a graph; ``values``: what its inputs are."""
-
-    node: Node
-    values: Mapping[Node, Any]
-
-
-def _traced(layer: nn.Module, site: Site) -> tuple[_Call | None, str]:
-    """The fused op that a call of the layer with a few tokens has, or why there is none."""
+def _traced(layer: nn.Module, site: Site, world: int) -> dict[str, Cut | None]:
+    """What is found where a call of the layer with a few tokens has an op for its experts."""
     first = next(layer.parameters())
-    seen: list[_Call] = []
     reasons: list[str] = []
     failed: list[str] = []
     options = dataclasses.replace(Options.from_user(None)[0], enabled=True, strict=False, verify="off", cost_gate=False)
 
     def backend(gm: GraphModule, example_inputs: Sequence[object]) -> Any:
-        report = rewrite.rewrite(gm, example_inputs, options, entry.frame())
+        values = _values(gm, example_inputs)
+
+        def seen(region: Region) -> None:
+            raise _FoundError(_of_region(layer, site, region, values, world))
+
+        report = rewrite.rewrite(gm, example_inputs, options, entry.frame(), seen)
         reasons.extend(skipped.message for skipped in report.skipped)
-        seen.extend(_calls(gm, example_inputs))
-        if seen:
-            raise _FoundError
-        others = (str(n.target).split(".")[1] for n in gm.graph.nodes if n.target in TAKES_IDS)
-        reasons.extend(f"they run as `moefuse::{name}`, of whose weights no slice is known" for name in others)
         return gm.forward
 
     entry.enable(backend, lambda _arguments: options, lambda report, *_: reasons.extend(s.message for s in report.skipped))
@@ -97,45 +99,56 @@ def _traced(layer: nn.Module, site: Site) -> tuple[_Call | None, str]:
         try:
             with torch.no_grad(), quiet(), _torch_private.borrowed_dynamo(), taken_back(layer, x):
                 _torch_private.compile_isolated(layer, backend)(x)
-        except _FoundError:
-            return seen[0], ""
+        except _FoundError as found:
+            if isinstance(found.what, NotLocalError):
+                raise found.what from None
+            return found.what
         except Exception as error:
             failed.append(f"a call with tokens {list(shape)} raises {type(error).__name__}")
-    return None, next(iter([*reasons, *failed]), "moefuse does not recognise its experts")
+    raise NotRecognisedError(next(iter([*reasons, *failed]), "moefuse does not recognise its experts"))
 
 
-def _calls(gm: GraphModule, example_inputs: Sequence[object]) -> Iterator[_Call]:
+def _values(gm: GraphModule, example_inputs: Sequence[object]) -> dict[Node, Any]:
+    """What a graph's inputs are."""
     places = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    values: dict[Node, Any] = dict(zip(places, example_inputs, strict=False))
-    for node in gm.graph.nodes:
-        if node.op == "get_attr":
-            values[node] = getattr(gm, str(node.target), None)
-        if node.target is torch.ops.moefuse.experts.default:
-            yield _Call(node, values)
+    return dict(zip(places, example_inputs, strict=False)) | {
+        node: getattr(gm, str(node.target), None) for node in gm.graph.nodes if node.op == "get_attr"
+    }
 
 
-def _cuts(layer: nn.Module, site: Site, call: _Call, world: int) -> dict[str, Cut | None]:
+def _of_region(
+    layer: nn.Module, site: Site, region: Region, values: Mapping[Node, Any], world: int
+) -> dict[str, Cut | None] | NotLocalError:
+    try:
+        return _cuts(layer, site, region, values, world)
+    except NotLocalError as error:
+        return error
+
+
+def _cuts(layer: nn.Module, site: Site, region: Region, values: Mapping[Node, Any], world: int) -> dict[str, Cut | None]:
     names = _names(layer, site)
-    parts = dict(zip(("w_in", "w_up", "w_out", "b_in", "b_up", "b_out"), call.node.args[3:], strict=False))
-    groups = 2 if call.node.kwargs.get("gating", "merged") == "merged" else 1
-    # Of each operand: the dimension of hidden units, and how often they stand in it one behind the other.
-    out = (0, groups)
-    units: dict[str, tuple[int, int] | None] = {"w_in": out, "w_up": out, "w_out": (1, 1), "b_in": out, "b_up": out, "b_out": None}
+    hidden = Hidden(region.expr)
+    for part in hidden.parts:
+        of_part(part, world)
     rows: dict[str, dict[int, int]] = {}
     axes: dict[str, tuple[int, int]] = {}
     whole: set[str] = set()
-    for part, nodes in parts.items():
-        for node in nodes if isinstance(nodes, list | tuple) else ():
+    for leaf in weight_leaves(region.expr):
+        if leaf.held is not None:
+            raise NotLocalError("a weight is held in few bits, and no slice of it is known")
+        if leaf.stacked and leaf.along:
+            raise NotLocalError("its experts are not the first dimension of a weight")
+        for node in leaf.nodes:
             root = _root(node)
-            name = names.get(id(call.values.get(root)), "")
+            name = names.get(id(values.get(root)), "")
             if not name:
                 raise NotLocalError("some of its weights are no Parameters of the experts")
-            unit = units[part]
-            if unit is None:
+            if leaf in hidden.behind:
                 whole.add(name)
                 continue
             view = _of_one_expert(node, root, site)
-            axes[name] = _owned(view, *unit, world, rows.setdefault(name, {}))
+            unit, groups = hidden.units[leaf]
+            axes[name] = _owned(view, unit % len(view.sizes), groups, world, rows.setdefault(name, {}))
     missing = sorted(set(site.names) - rows.keys() - whole)
     if missing:
         raise NotLocalError(f"`{missing[0]}` is read by nothing that moefuse recognises")
@@ -185,7 +198,7 @@ def _owned(view: View, unit: int, groups: int, world: int, rows: dict[int, int])
             continue
         count = view.sizes[unit]
         if count % (groups * world):
-            raise NotLocalError(f"{count // groups} hidden units do not divide by {world} ranks")
+            raise UnevenError(count // groups, world)
         rows.update(zip(range(first, first + step * count, step), holders(count, groups, world), strict=True))
         return axis, total
     raise NotLocalError("its hidden units are no dimension of a weight")

@@ -6,7 +6,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -30,6 +30,9 @@ from moefuse.report.quietly import quietly
 from moefuse.report.report import FusionReport
 from moefuse.runtime import pieces
 
+if TYPE_CHECKING:
+    from moefuse.passes.ir.regions import Region
+
 # Named after the backend, not after this file: it is the name in the documentation for TORCH_LOGS.
 log = logging.getLogger("moefuse.backend")
 
@@ -37,10 +40,14 @@ _Compiled = TypeVar("_Compiled")
 
 
 def rewrite(
-    gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None, options: Options, frame: Frame | None = None
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[object] | None,
+    options: Options,
+    frame: Frame | None = None,
+    seen: Callable[[Region], None] | None = None,
 ) -> FusionReport:
     """As :func:`rewrite_and_keep`, without the way back."""
-    return rewrite_and_keep(gm, example_inputs, options, frame)[0]
+    return rewrite_and_keep(gm, example_inputs, options, frame, seen)[0]
 
 
 def compile_or_restore(
@@ -83,7 +90,11 @@ def _not_compiled(fused: Fused, error: CompilerError) -> Skipped:
 
 
 def rewrite_and_keep(
-    gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None, options: Options, frame: Frame | None = None
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[object] | None,
+    options: Options,
+    frame: Frame | None = None,
+    seen: Callable[[Region], None] | None = None,
 ) -> tuple[FusionReport, GraphSnapshot | None]:
     """Fuse the MoE regions of ``gm`` in place.
 
@@ -95,6 +106,7 @@ def rewrite_and_keep(
         example_inputs: as for a backend; None if unknown.
         options: moefuse's options.
         frame: what capture assumed while it traced this graph. Whatever cannot be discharged makes Dynamo start the frame again.
+        seen: called with each region that is fused, as long as the graph has its nodes.
 
     Returns:
         The report, and what puts the graph back; None if it is as it was.
@@ -119,7 +131,7 @@ def rewrite_and_keep(
 
         with _torch_private.unobserved(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what the program's operations say of made-up values concerns nobody
-            result = driver.fuse(gm, example_inputs, options, assumptions, frame is not None and bool(frame.flags))
+            result = driver.fuse(gm, example_inputs, options, assumptions, frame is not None and bool(frame.flags), seen)
     except _torch_private.dynamo_control_flow():
         raise
     except RejectedError as error:

@@ -16,6 +16,13 @@ class NotLocalError(ValueError):
     """A value is no view of gathered weights that each rank could take of its own ones."""
 
 
+class UnevenError(NotLocalError):
+    """So many hidden units do not divide by so many ranks."""
+
+    def __init__(self, units: int, world: int) -> None:
+        super().__init__(f"{units} hidden units do not divide by {world} ranks")
+
+
 @dataclass(frozen=True)
 class View:
     """A strided view of a contiguous tensor of the shape ``whole``, in elements."""
@@ -91,7 +98,7 @@ def in_slice(view: View, axis: int, blocks: int, world: int, groups: int) -> tup
         raise NotLocalError("it reads one hidden unit")
     count = view.sizes[dim]
     if total % (blocks * world) or count % (groups * world):
-        raise NotLocalError(f"{count} hidden units do not divide by {world} ranks")
+        raise UnevenError(count, world)
     held = owners(range(first, first + step * count, step), total, blocks, world)
     if [rank for rank, _ in held] != holders(count, groups, world):
         raise NotLocalError("ranks hold other hidden units of it")

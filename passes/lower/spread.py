@@ -20,11 +20,12 @@ from moefuse.passes.graph.calls import fake, module_path, tensor
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.sharded import SLICES, Local, NotLocalError, gather_of, is_gathered, local_view, origin
 from moefuse.passes.graph.sizes import shape_of
-from moefuse.passes.ir.expr import Expr, Gate, Leaf, SharedVector, SlotWeight, Token, computed_in, walk, weight_leaves
+from moefuse.passes.ir.expr import Expr, Gate, Leaf, SharedVector, Slice, SlotWeight, Token, computed_in, walk, weight_leaves
+from moefuse.passes.ir.hidden_units import Hidden, of_part
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower.alike import check_alike
 from moefuse.passes.lower.lower import BySlot, Lowered, Lowering
-from moefuse.passes.match.templates import Body, match
+from moefuse.passes.match.templates import Body
 from moefuse.runtime.groups import Terms, weight_of
 from moefuse.spec import Tier
 
@@ -98,9 +99,10 @@ def sharding(region: Region) -> Sharding | None:
         return Sharding(*_hops(first))
     if region.rest is not None:
         raise NotLocalError("some of the experts have no weights")
-    body = match(region.expr, trained=region.trained)
-    added = None if body is None else body.last.bias  # behind the sum: no hidden unit has a part of it
-    found = {leaf: hops_of(leaf, region.num_experts) for leaf in leaves if leaf is not added}
+    found = {leaf: hops_of(leaf, region.num_experts) for leaf in leaves}
+    sliced = any(hop.place is None for hops, _ in found.values() for hop in hops)
+    behind = Hidden(region.expr).behind if sliced else set()
+    added = {leaf: found.pop(leaf) for leaf in list(found) if leaf in behind}
     whole = [leaf for leaf, (hops, _) in found.items() if not hops]
     if any(leaf.zeros for leaf in found if leaf not in whole):
         raise NotLocalError("some of the experts have no adapter")
@@ -110,14 +112,11 @@ def sharding(region: Region) -> Sharding | None:
     where = Sharding(*spread.pop())
     if where.sliced:
         _of_slices(region, whole)
-    if where.sliced and body is None:
-        raise NotLocalError("slices of experts are for those that a template describes, with one sum over hidden units")
     placed = tuple(hop for hop in where.hops if hop.place is not None)
-    if where.sliced and added is not None and hops_of(added, region.num_experts) != (placed, where.held):
+    if any(hops != (placed, where.held) for hops in added.values()):
         raise NotLocalError("its weights are sharded in different ways")
     if placed:
-        behind = [added] if added is not None and not hops_of(added, region.num_experts)[0] else []
-        alike = (node for leaf in (*whole, *behind) for node in leaf.parts or (leaf.source,))
+        alike = (node for leaf in whole for node in leaf.nodes)
         check_alike((*alike, *(e.source for e in walk(region.expr) if isinstance(e, SharedVector))))
     return where
 
@@ -166,7 +165,7 @@ class Spread(Lowering):
         self.layer = module_path(region.anchor) or "the experts"
         self.arrived: dict[Hashable, Node] = {}
         self.way_back: list[tuple[list[Node], Node, str]] = []
-        self.units: dict[Leaf, tuple[int, int]] = {}
+        self.hidden = Hidden(region.expr) if where.sliced else None
         self.spare = 0  # experts of zeros behind those that are here, with no token
 
     def travel(self, tier: Tier) -> str:
@@ -190,14 +189,6 @@ class Spread(Lowering):
         self.as_one = self.as_one and not held
         if not self.as_one:
             self.send([(body.token, computed_in(self.region.expr) or self.dtype(body.first.weight))], [body.weight])
-        groups = 2 if body.gating == "merged" else 1
-        for projection, side in ((body.first, 0), (body.up, 0), (body.last, 1)):
-            if projection is None:
-                continue
-            order = projection.weight.order
-            self.units[projection.weight] = (sorted(order).index(order[side]), 1 if side else groups)
-            if projection.bias is not None and not side:
-                self.units[projection.bias] = (-1, groups)
         return super().fused(body)
 
     def op(self) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -215,7 +206,7 @@ class Spread(Lowering):
     def vectors(self, leaf: Leaf | None) -> list[Node]:
         """What is added behind a sum over hidden units is added by one rank of those that have slices."""
         found = super().vectors(leaf)
-        if not self.where.sliced or leaf in self.units:
+        if self.hidden is None or leaf not in self.hidden.behind:
             return found
         return [self.emit(torch.ops.moefuse.on_one_rank.default, vector, self.where.sliced) for vector in found]
 
@@ -225,6 +216,11 @@ class Spread(Lowering):
         self.send(tokens, [e for e in found if isinstance(e, SlotWeight | Gate)])
         self.spare = int(self.where.held == 0)  # grouped products are of one expert at least
         return super().grouped()
+
+    def _rows(self, expr: Expr) -> Any:
+        if self.hidden is not None and isinstance(expr, Slice):
+            return super()._rows(of_part(expr, Terms.parse(self.where.sliced).group.size))
+        return super()._rows(expr)
 
     def dropped(self, rows: Node, probability: float) -> Node:
         """Drawn for slots in the order in which all ranks have them: ranks that draw alike would drop the same of different rows."""
@@ -309,9 +305,13 @@ class Spread(Lowering):
         parts = list(leaf.parts or (leaf.source,))
         if origin(parts[0]) is None:
             return [self.once(leaf, lambda: self.whole(leaf))]
-        local = local_view(parts, self.region.num_experts, *self.units.get(leaf, (0, 1)))
+        local = local_view(parts, self.region.num_experts, *self.units(leaf))
         rows = self.padded(self.read(local))
         return [self.emit(torch.detach, rows) if leaf.detached else rows]
+
+    def units(self, leaf: Leaf) -> tuple[int, int]:
+        """Where a weight has hidden units, of which this rank has some."""
+        return (0, 1) if self.hidden is None else self.hidden.units.get(leaf, (0, 1))
 
     def whole(self, leaf: Leaf) -> Node:
         """What this rank's experts have of a weight of which every rank has all: with experts where the leaf has them."""

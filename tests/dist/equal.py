@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import moefuse
 from moefuse import Options
 from tests.cpu.capture_case import Seen, capturing
-from tests.dist.layers import H, Interleaved, Model
+from tests.dist.layers import H, Model
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ def full(model: nn.Module, name: str, grad: Any) -> list[tuple[str, Tensor]]:
     own: Callable[[str], Any] = lambda path: path  # noqa: E731
     whole = grad.full_tensor()
     if (
-        name.endswith(("gate_up", "gate_up_proj"))
-        and not isinstance(holder, Interleaved)
+        name.endswith(("gate_up", "gate_up_proj", "gate_up_bias"))
+        and not getattr(holder, "TURNS", False)
         and (cuts := [i for i, p in enumerate(grad.placements) if p.is_shard(1)])
     ):
         # Gate and up projection stand one behind the other, and each rank has its part of both.

@@ -55,6 +55,10 @@ CASES = {
     "slices, transposed, biases": Case(layers.Transposed, (5, 0), how={"experts": "tp"}),
     "slices, row by row, sums": Case(layers.Interleaved, (5, 3), how={"experts": "tp", "grads": "sum"}),
     "slices, a part of a sequence": Case(layers.OnInput, (5, 3), how={"experts": "tp", "tokens": "sequence"}),
+    "slices, what no template has": Case(layers.Grouped, (5, 7), how={"experts": "tp"}),
+    "slices, what no template has, one Parameter, biases": Case(layers.OwnMerged, (5, 7), how={"experts": "tp"}),
+    "slices, what no template has, row by row, sums": Case(layers.OwnInTurns, (5, 0), how={"experts": "tp", "grads": "sum"}),
+    "slices, what no template has, inference": Case(layers.OwnMerged, (4, 4), how={"experts": "tp", "tokens": "replicated"}, train=False),
     "exact splits": Case(layers.Stacked, (5, 7), how=EXACT),
     "exact splits of a list": Case(layers.Listed, (9, 0), how=EXACT),
     "exact splits, all to one rank": Case(layers.Stacked, (6, 5), skew=True, how=EXACT),
@@ -91,6 +95,9 @@ FOUR = {
         layers.OnInput, (5, 1, 7, 3), how={"experts": ("ep", "tp"), "max_tokens": 8, "grads": "sum"}, tensor=2
     ),
     "experts and slices of a list": Case(layers.Listed, (5, 7), how={"experts": ("ep", "tp")}, tensor=2),
+    "experts and slices, what no template has, a table": Case(
+        layers.OwnMerged, (5, 4), how={"experts": ("ep", "tp"), "placement": [1, 0, 1]}, tensor=2
+    ),
     "experts and slices, the same tokens": Case(layers.Shared, (5, 5), how={"experts": ("ep", "tp"), "tokens": "replicated"}, tensor=2),
 }
 

@@ -89,9 +89,16 @@ def test_slices_of_what_is_not_recognised(mesh: DeviceMesh) -> None:
     )
 
 
-def test_slices_without_a_template(mesh: DeviceMesh) -> None:
-    """An activation that only the grouped tier runs."""
-    refused(layers.Model(layers.Grouped, 4), mesh, "first: which of its weights' dimensions are hidden units is not known", experts="tp")
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (layers.OfAllUnits, "`layer_norm` is not of each hidden unit"),
+        (layers.OfTheSum, "`tanh` is of the sum over all hidden units"),
+    ],
+)
+def test_slices_of_what_is_no_sum_over_units(mesh: DeviceMesh, kind: type[layers.Routed], what: str) -> None:
+    """What some of the hidden units give would not add up to it."""
+    refused(layers.Model(kind, 4), mesh, f"first: {what}; use experts='ep'$", experts="tp")
 
 
 def test_no_experts(mesh: DeviceMesh) -> None:

@@ -17,7 +17,6 @@ from torch.fx import Graph, GraphModule, Node
 import moefuse.ops  # noqa: F401  (registers torch.ops.moefuse)
 from moefuse.config import Options
 from moefuse.ops.schema import SCHEMAS, TAKES_IDS
-from moefuse.parallel import units
 from moefuse.passes.block import router_topk, shared_experts
 from moefuse.passes.lower import cost_gate, devices, recompute
 from moefuse.passes.rules import RULES
@@ -96,7 +95,6 @@ FEATURES: dict[str, Callable[[Layer], bool]] = {
     "the call that kernels take": lambda layer: _name(layer) in devices._CALLS,
     "cost gate, warmup, workspace": lambda layer: cost_gate.experts_call([layer.node]) is layer.node,
     "shared experts beside": lambda layer: shared_experts._worth(layer.node, T),
-    "slices of experts": lambda layer: len(list(units._calls(layer.module, layer.inputs))) == 1,
     "programs that call it": lambda layer: f"moefuse::{_name(layer)}" in RULES,
 }
 TRAVELS = ("bounded_experts", "ep_experts", "ep_dispatch")
@@ -122,9 +120,6 @@ UNSEEN: dict[str, dict[tuple[str, ...], str]] = {
             "ep_dispatch",
             *AGAIN,
         ): "they run in the order of the program: no stream is measured",
-    },
-    "slices of experts": {
-        ("experts_extended", "permute", *AGAIN, *TRAVELS): "`experts='tp'` cuts weights of one op; others are an error",
     },
     "programs that call it": {
         (*AGAIN, *TRAVELS): "moefuse writes them itself; a program that calls them keeps them",
