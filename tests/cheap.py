@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,8 +38,16 @@ def _linked_sooner() -> None:
     from torch._inductor import cpp_builder
 
     flags = cpp_builder._get_optimization_cflags
-    if shutil.which("ld.gold") is not None:
+    if _links_by_gold(cpp_builder.get_cpp_compiler()):
         cpp_builder._get_optimization_cflags = lambda *args: (*flags(*args)[:1], [*flags(*args)[1], "fuse-ld=gold"])
+
+
+def _links_by_gold(compiler: str) -> bool:
+    """Whether it is there, and finds the compiler's own libraries."""
+    if shutil.which("ld.gold") is None:
+        return False
+    command = [compiler, "-shared", "-fuse-ld=gold", "-x", "c++", os.devnull, "-o", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def _untraced() -> None:

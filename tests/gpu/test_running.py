@@ -292,7 +292,7 @@ def test_training_without_python(storage: dict[str, bool], dtype: torch.dtype, m
     for _ in range(2):
         for found, right in zip(steps_of(case, args), want, strict=True):
             assert torch.equal(found, right)
-    for name in ("products", "_sorted", "_hidden"):
+    for name in ("products", "sorted_of", "_hidden"):
         monkeypatch.setattr(training, name, None)
     held = [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(8)]
     del held
