@@ -12,6 +12,7 @@ from typing import Any
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.op_classes import BINARY, CONDITIONS, PICKS, TERNARY, UNARY
+from moefuse.passes.graph.sizes import same
 from moefuse.passes.graph.slices import NotLocalError, UnevenError
 from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, Slice, SlotWeight, weight_leaves
 
@@ -125,7 +126,7 @@ def _has_weights(value: Any) -> bool:
 def _one_number(expr: Expr) -> bool:
     """Whether a row has one number of it, and no features."""
     value = tensor(expr.node)
-    return isinstance(expr, SlotWeight | Gate) or (value is not None and (not value.dim() or value.numel() == 1 or value.shape[-1] == 1))
+    return isinstance(expr, SlotWeight | Gate) or (value is not None and (not value.dim() or same(value.shape[-1], 1)))
 
 
 def _name(leaf: Leaf) -> str:

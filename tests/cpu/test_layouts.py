@@ -31,6 +31,8 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
     "images": (lambda x: x.permute(0, 2, 3, 1).reshape(-1, H), (2, H, 5, 3)),
     "images, made contiguous": (lambda x: x.permute(0, 2, 3, 1).contiguous().view(-1, H), (2, H, 5, 3)),
     "images, flattened first": (lambda x: x.flatten(2).transpose(1, 2).reshape(-1, H), (2, H, 5, 3)),
+    "one image, flattened first": (lambda x: x.flatten(2).transpose(1, 2).reshape(-1, H), (1, H, 5, 3)),
+    "features before tokens": (lambda x: x.t(), (H, 7)),
     "batch in the middle": (lambda x: x.transpose(0, 1).reshape(-1, H), (5, 2, H)),
     "rows of a new tensor": (lambda x: (x.transpose(0, 1) * 1).reshape(-1, H), (5, 2, H)),
 }

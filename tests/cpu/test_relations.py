@@ -342,3 +342,30 @@ def test_expressions_are_looked_up_once() -> None:
     values = read(Counted(self=Self()), {"z": torch.ones(4)})
     assert [v.numel() for v in values] == [1, 2, 4, 3]
     assert Counted.asked <= 4
+
+
+class Balanced(Layer):
+    """A bias moves by a rate that is a number of the program: torch makes a tensor of it once it has changed."""
+
+    rate = 0.1
+
+    def forward(self, x: Tensor, v: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        out = super().forward(x, v, ids, w)
+        with torch.no_grad():
+            self.buffer += self.rate * self.buffer.sign()
+        return out
+
+
+def test_a_rate_that_changes() -> None:
+    """The number lies nowhere, so that nothing that is written to can be its memory."""
+    torch.manual_seed(0)
+    layer, seen = Balanced(lambda v: None), Seen()
+    compiled = torch.compile(layer, backend=capturing(seen))
+    ids, w = torch.stack([torch.randperm(E)[:K] for _ in range(T)]), torch.rand(T, K)
+    for rate in (0.1, 0.7, 0.4):
+        layer.rate = rate
+        layer.buffer.fill_(1)
+        x, fused = torch.randn(T, H), len(seen.report.fused)
+        torch.testing.assert_close(compiled(x, x.clone(), ids, w), layer(x, x.clone(), ids, w))
+        torch.testing.assert_close(layer.buffer, torch.full((4, H), 1 + 2 * rate))
+    assert (fused, seen.report.skipped) == (2, []), seen.report

@@ -175,8 +175,9 @@ class OwnMerged(Stacked):
             token, slot = torch.where(ids == e)
             h = F.linear(x[token], self.gate_up[e], self.gate_up_bias[e])
             gate, up = (h[..., ::2], h[..., 1::2]) if self.TURNS else h.chunk(2, -1)
-            h = F.linear(self.between(gate, up), self.down[e], self.down_bias[e])
-            out.index_add_(0, token, h / 2 * weights[token, slot, None])
+            weight = weights[token, slot, None]
+            h = self.between(gate, up) * weight.sqrt() + x[token].mean(-1, keepdim=True)  # numbers of a row are of each unit, too
+            out.index_add_(0, token, F.linear(h, self.down[e], self.down_bias[e]) / 2 * weight)
         return out
 
 

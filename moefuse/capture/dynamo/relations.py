@@ -50,7 +50,8 @@ def given(gm: GraphModule, written: Collection[Node]) -> list[Input]:
     out = []
     for node in gm.graph.find_nodes(op="placeholder") if written else ():
         argument = node.meta.get("grapharg")
-        value = None if argument is None else argument.example
+        # A number that changes is a tensor in the graph, made for each call, and lies nowhere in the frame.
+        value = None if argument is None or argument.pass_arg_as_tensor else argument.example
         if isinstance(value, torch._subclasses.FakeTensor):
             return []
         if isinstance(value, torch.Tensor):

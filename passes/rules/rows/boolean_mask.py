@@ -124,7 +124,7 @@ def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, col
         if isinstance(base, Column) and chosen.slot == base.slot:
             return slot_gate(node, base, chosen, rows)
         if isinstance(base, View):
-            return take_tokens(ctx, node, base, chosen, rows)
+            return take_tokens(ctx, node, x, base, chosen, rows)
         return of_expert(node, base, chosen, rows) if isinstance(base, Table) else None
     if isinstance(base, Mask):
         return slot_masks.entry(node, base, chosen, rows, columns)

@@ -111,7 +111,7 @@ def _by_tokens(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, 
     if len(base.axes) == 2 and rest and chosen.slot is not None and rest[0] in (chosen.slot, slice(chosen.slot, chosen.slot + 1)):
         axes: Axes = (rows,) if isinstance(rest[0], int) else (rows, ())
         return with_none(Rows(axes, row_domain(chosen), Gate(node, base.root, True, False, chosen.expert)), rest[1:])
-    taken = take_tokens(ctx, node, base, chosen, rows)
+    taken = take_tokens(ctx, node, x, base, chosen, rows)
     if rest and isinstance(rest[0], int | slice) and rest[0] != _ALL:
         part = basic(ctx, node, x, taken, [_ALL, rest[0]]) if isinstance(taken, Rows) else taken
         return with_none(part, rest[1:]) if isinstance(part, Rows) else part

@@ -12,7 +12,7 @@ from moefuse.passes.graph.named import counted
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.cone import behind_expert
 from moefuse.passes.infer.state import Context, out_shape
-from moefuse.passes.ir.axes import Atom, Axis, align, atoms, extent
+from moefuse.passes.ir.axes import Atom, Axis, align, atoms, extent, fresh
 from moefuse.passes.ir.expr import Expr, Gate, SlotWeight, Token
 from moefuse.passes.ir.facts import Column, Domain, Finding, Routing, Rows, Selection, View
 from moefuse.passes.rules.routing.ids import is_slot_weight
@@ -28,8 +28,8 @@ def slot_gate(node: Node, column: Column, chosen: Selection, rows: Axis) -> Rows
     return Rows(axes, row_domain(chosen), Gate(node, column.base.root, True, False, chosen.expert))
 
 
-def take_tokens(ctx: Context, node: Node, base: View, chosen: Selection, rows: Axis) -> Finding:
-    """Rows of a plain [tokens, H] tensor for the tokens of an expert."""
+def take_tokens(ctx: Context, node: Node, x: Node, base: View, chosen: Selection, rows: Axis) -> Finding:
+    """Rows of a plain [tokens, H] tensor ``x`` for the tokens of an expert; ``base``: what is known of it."""
     token_axes, features = base.axes[:1], base.axes[1:]
     inner = features[: max((i for i, a in enumerate(features) if a), default=0)]
     if any(inner):
@@ -41,6 +41,10 @@ def take_tokens(ctx: Context, node: Node, base: View, chosen: Selection, rows: A
             detail=f"{counted(extent(token_axes[0]))} rows are indexed by {counted(chosen.routing.num_tokens)} tokens",
         )
     expr = token(node, base, list(token_axes), list(features))
+    if expr is None and type(base) is View:
+        # Its tokens are no leading dimensions of what it is a view of (``images.flatten(2).transpose(1, 2)`` of one): read as it is.
+        base = View(fresh(out_shape(x)), x)
+        expr = token(node, base, list(base.axes[:1]), list(base.axes[1:]))
     if expr is None:
         return ctx.lost("tokens-differ", node, detail="the indexed tensor is not a plain [tokens, features] tensor")
     table = token(node, base.base, list(base.base.axes[:-1]), [base.base.axes[-1]]) if isinstance(base, Column) else None
