@@ -122,6 +122,18 @@ def no_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def as_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs run as Dynamo traced and moefuse rewrote them, ``explain``'s too; AOTAutograd took half of such a test's time."""
+    from moefuse import _torch_private
+
+    def compiled(gm: torch.fx.GraphModule, *_: object) -> Callable[..., Any]:
+        return lambda *args: gm.forward(*args)
+
+    monkeypatch.setattr(_torch_private, "compile_fx", compiled)
+    monkeypatch.setattr(_torch_private, "compile_front", compiled)
+
+
+@pytest.fixture
 def no_inductor_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``no_code``, for ``torch.compile``'s own Inductor, too."""
     from torch._functorch import config

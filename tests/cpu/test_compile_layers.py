@@ -83,7 +83,7 @@ def test_training() -> None:
 def test_strides_of_every_kind(train: bool, request: pytest.FixtureRequest) -> None:
     """In the order in which a backward that was made for one of them was run for another, which only Inductor's code notices."""
     if not train:
-        request.getfixturevalue("no_code")
+        request.getfixturevalue("as_traced")
     model = layers.Stacked(4).double()
     plain = copy.deepcopy(model)
     moefuse.compile_layers(model)
@@ -101,7 +101,7 @@ def test_strides_of_every_kind(train: bool, request: pytest.FixtureRequest) -> N
                 torch.testing.assert_close(p.grad, q.grad)
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_three_dimensions() -> None:
     """[B, S, H] in every order of 1 and more, with gradients and without."""
     model = Sequences(4)
@@ -129,7 +129,7 @@ class Masked(layers.Stacked):
         return super().forward(x) * scale
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_sizes_that_cannot_be_any() -> None:
     """Where 1 is spread over others, torch's own graphs are made; a program that raises, raises what it does."""
     model = Masked(4)
@@ -187,7 +187,7 @@ def test_requests_of_any_size_in_threads() -> None:
     assert moefuse.last_report().layers == (2, 2)
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_inside_of_another_compilation() -> None:
     """A whole model that is compiled with moefuse has the layers in its graphs; they are fused once."""
     model = qwen(1)
@@ -208,7 +208,7 @@ class Scaled(Sequences):
         return super().forward(x * scale)
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 @pytest.mark.parametrize("first", [2, 1])
 def test_one_is_spread_in_front_of_the_layer(first: int) -> None:
     """Dynamo broke the graph where the sizes that it took for any did not fit, and the first calls ran in eager."""
@@ -231,7 +231,7 @@ class Counting(layers.Stacked):
         return super().forward(x)
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_limit_is_told_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     """A number of the module is another one in every call: sizes are not what differs, and what the user has done is no remedy."""
     model = Counting(4)
@@ -254,7 +254,7 @@ class Kinds(nn.Module):
         return x
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_one_report_of_all_layers() -> None:
     """By the model's names, whatever their kinds; a hook's own frame takes nothing from it."""
     model, seen, x = Kinds(), list[Tensor](), torch.randn(5, layers.H)
@@ -274,7 +274,7 @@ def test_one_report_of_all_layers() -> None:
     assert not moefuse.last_report().skipped
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_expect_counts_the_layer_that_was_called() -> None:
     model, x = Kinds(), torch.randn(5, layers.H)
     moefuse.compile_layers(model, options={"expect": 1})
@@ -287,7 +287,7 @@ def test_expect_counts_the_layer_that_was_called() -> None:
         model(x)
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_hooks_that_come_later() -> None:
     """transformers collects the routers' scores by hooks on modules inside of the layers, which it installs when they are first asked for:
     Dynamo guards no hooks, and the scores were missing."""
@@ -305,7 +305,7 @@ def test_hooks_that_come_later() -> None:
     assert moefuse.last_report().layers == (2, 2)
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_a_hook_on_one_layer_of_two() -> None:
     """Its experts are refused; the other layer runs the code that both ran before. Of a graph with several modules nobody knew which ran
     last, and the report said that both were fused."""
@@ -337,7 +337,7 @@ class Masks(nn.Module):
         return sum(expert(x) * kept[:, e, None] for e, expert in enumerate(self.experts))  # type: ignore[return-value]
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 @pytest.mark.parametrize("strict", [False, True])
 def test_inside_of_a_graph_of_another_compiler(strict: bool) -> None:
     """torch makes one graph of the two, which is the outer one's: nothing is fused, and that is said."""

@@ -14,7 +14,7 @@ from moefuse.pipeline import publish
 from tests.cpu.test_left_frames import Helped, K, Layer, X, mixed
 from tests.programs.effects import changes
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "as_traced")
 
 
 @pytest.fixture(autouse=True)

@@ -47,7 +47,7 @@ def test_steps_of_two_processes_are_those_of_one(two: Workers) -> None:  # noqa:
     two.run(one_of_two)
 
 
-@pytest.mark.usefixtures("alone", "no_code")
+@pytest.mark.usefixtures("alone", "as_traced")
 @pytest.mark.parametrize("each", [False, True], ids=["the model", "each layer"])
 @pytest.mark.parametrize("options", [{"strict": True}, {"expect": LAYERS}], ids=["strict", "expect"])
 def test_layers_that_share_code_are_all_told_as_fused(each: bool, options: dict[str, object]) -> None:
@@ -64,7 +64,7 @@ def test_layers_that_share_code_are_all_told_as_fused(each: bool, options: dict[
     assert report.layers == ((1, 1) if each else (LAYERS, LAYERS)), report
 
 
-@pytest.mark.usefixtures("alone", "no_code")
+@pytest.mark.usefixtures("alone", "as_traced")
 def test_explained_before_its_first_call() -> None:
     """FSDP has whole Parameters since, by its own notes; the model has shards again, and so have they, where a tried size raised too."""
     model, x = Model(), batches()[0]

@@ -27,7 +27,7 @@ def test_the_page_has_layers() -> None:
     assert len(ENTRIES) >= 20
 
 
-@pytest.mark.usefixtures("fresh_dynamo", "no_code")
+@pytest.mark.usefixtures("fresh_dynamo", "as_traced")
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_layer(entry: Any) -> None:
     """The page says so to people who look for code like theirs."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import moefuse
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "as_traced")
 
 V, H, I, E = 50, 12, 20, 4  # noqa: E741  (the letters of moefuse.spec)
 Run = Callable[[nn.ModuleList, Tensor, Tensor], Tensor]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import moefuse
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "as_traced")
 
 E, H, K = 3, 8, 2
 

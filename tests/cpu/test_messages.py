@@ -189,7 +189,7 @@ CASES: dict[type[Layer], tuple[str, str]] = {
 
 
 @pytest.fixture(autouse=True)
-def _fresh(fresh_dynamo: None) -> None:
+def _fresh(fresh_dynamo: None, as_traced: None) -> None:
     torch.manual_seed(0)
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import moefuse
 from moefuse.report import history
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "as_traced")
 
 HIDDEN, EXPERTS = 8, 3
 

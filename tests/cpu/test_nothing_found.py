@@ -18,7 +18,7 @@ from tests.programs.check import Outcome, light
 from tests.programs.refused.found import NothingFound
 from tests.programs.refused.plain import E, H, I, K, Plain, T
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "as_traced")
 
 
 class ConvExperts(nn.Module):

@@ -17,7 +17,7 @@ from tests.programs.suspects.counted import Counting, SecondLost, Stack
 from tests.programs.suspects.parts import Expert, H, Layer, T
 from tests.programs.suspects.several import Critics, Levels, Pooling
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "as_traced")
 
 
 @pytest.fixture(autouse=True)

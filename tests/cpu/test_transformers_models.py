@@ -183,7 +183,7 @@ def graphs_compiled(backend: Any, shapes: list[tuple[int, int]]) -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_no_more_recompiles_than_inductor() -> None:
     shapes = [(1, 1), (2, 8), (3, 33)]
     assert graphs_compiled("moefuse", shapes) <= graphs_compiled("eager", shapes)

@@ -20,6 +20,7 @@ from tests.dist.workers import Workers
 KINDS = [layers.Stacked, layers.Listed]
 
 
+@pytest.mark.every_value(2)
 @pytest.mark.parametrize("backend", ["moefuse", "eager"])
 @pytest.mark.parametrize("change", changed.CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -31,6 +32,7 @@ def test_nothing_is_stale(two: Workers, kind: type[nn.Module], change: str, back
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("kind", KINDS)
 def test_guards_see_plain_tensors_alone(mesh: DeviceMesh, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch can skip where a module has not changed: dictionaries, text and tensors, no attribute of a DTensor and no tuple."""
@@ -52,6 +54,7 @@ def test_guards_see_plain_tensors_alone(mesh: DeviceMesh, kind: type[nn.Module],
     assert not [name for name in names if any(part in name for part in ("_local_tensor", "_spec", views.WAYS))]
 
 
+@pytest.mark.code_once
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_kept_that_no_parameter_has(mesh: DeviceMesh, kind: type[nn.Module]) -> None:
     """Memory of a Parameter goes with it, and a copy has its own."""
@@ -72,6 +75,7 @@ def test_nothing_is_kept_that_no_parameter_has(mesh: DeviceMesh, kind: type[nn.M
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("no_code")
 def test_training_keeps_nothing(mesh: DeviceMesh) -> None:
     """Gradients are the Parameter's, which is read then."""
     model = layers.Model(layers.Stacked, 4)

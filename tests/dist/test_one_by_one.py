@@ -174,6 +174,7 @@ class Taking(layers.Listed):
         return super().forward(x)
 
 
+@pytest.mark.usefixtures("no_code")
 def test_what_a_layer_counts_is_no_experts_memory(mesh: DeviceMesh) -> None:
     """A buffer is written beside weights that are DTensors, whose memory is that of what they are made of."""
     model = layers.Model(layers.Counting, 4)
