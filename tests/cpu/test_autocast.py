@@ -22,6 +22,7 @@ from tests.strategies import FEW, PHASES, SPELLINGS, programs
 SHORT = (torch.bfloat16, torch.float16)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda cls: cls.__name__.lower())
 def test_any_program(spelling: type[Any]) -> None:

@@ -64,6 +64,7 @@ def test_one_graph_for_all_layers_and_sizes(kind: type[nn.Module]) -> None:
     assert {f.module for f in moefuse.last_report().fused} == {f"layers.{i}" for i in range(10)}
 
 
+@pytest.mark.usefixtures("no_code")
 def test_training() -> None:
     """As torch compiles it: one graph for 0, for 1, and for more tokens, where these have a gradient (behind the first layer) or not."""
     model = Around(layers.Stacked).double()

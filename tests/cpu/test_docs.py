@@ -43,7 +43,11 @@ def normal(text: str) -> str:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("file", [file for file in FILES if any(b.language == "python" for b in blocks(file))])
-def test_python_blocks_run(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run(file: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """The README's with Inductor's code."""
+    if file != "README.md":
+        request.getfixturevalue("no_code")
+        request.getfixturevalue("no_inductor_code")
     # What the text shows is a machine without a GPU.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("MOEFUSE_AUTOTUNE")

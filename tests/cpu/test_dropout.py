@@ -55,6 +55,7 @@ def test_slots_of_a_token_draw_for_themselves(kind: type[Layer], where: str) -> 
     torch.testing.assert_close(shares, torch.tensor([0.25, 0.5, 0.25]), rtol=0, atol=0.03)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("where", ["first", "gated", "between", "last"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_of_the_draw(kind: type[Layer], where: str) -> None:

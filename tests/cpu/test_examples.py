@@ -40,7 +40,7 @@ SHORT = 80
 @pytest.mark.parametrize("name", SAID)
 def test_it_shows_what_it_says(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: Any) -> None:
     if name in WITHOUT_CODE:
-        request.getfixturevalue("no_code")
+        request.getfixturevalue("as_traced")
     arguments, said = SAID[name]
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")

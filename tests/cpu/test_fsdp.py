@@ -48,6 +48,7 @@ def test_steps_of_two_processes_are_those_of_one(two: Workers) -> None:  # noqa:
 
 
 @pytest.mark.usefixtures("alone", "as_traced")
+@pytest.mark.every_value
 @pytest.mark.parametrize("each", [False, True], ids=["the model", "each layer"])
 @pytest.mark.parametrize("options", [{"strict": True}, {"expect": LAYERS}], ids=["strict", "expect"])
 def test_layers_that_share_code_are_all_told_as_fused(each: bool, options: dict[str, object]) -> None:

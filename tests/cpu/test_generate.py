@@ -23,6 +23,7 @@ def generated(model: Any, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("as_traced")
 def test_with_the_switch_the_decode_step_is_fused() -> None:
     model = tiny.build("qwen3_moe", num_hidden_layers=1)
     config = CompileConfig(backend="moefuse", mode="default")

@@ -138,6 +138,7 @@ def test_a_mixture_of_experts_is_one_graph_and_fused(loops: object) -> None:
     run()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loops", [rows_loops, cut_loops])
 def test_another_number_of_experts_for_each_token(loops: object) -> None:
     """K is a symbol from its second value on: what is fused for the first is fused for all, and no call takes anything from another."""

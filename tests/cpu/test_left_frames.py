@@ -244,6 +244,7 @@ class Asking(Layer):
         return out
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("kind", [Layer, Asking])
 @pytest.mark.parametrize("train", [False, True])
 def test_no_tokens_in_the_first_call(kind: type[nn.Module], train: bool) -> None:

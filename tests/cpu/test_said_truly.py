@@ -81,7 +81,7 @@ CASES: dict[str, tuple[Callable[[], Layer], str, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo", "as_traced")
 def test_the_reason_is_named(name: str) -> None:
     build, code, text = CASES[name]
     report = moefuse.explain(build(), torch.randn(T, H))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from moefuse.runtime import native
+from tests.forked import printed
 
+BEFORE = "import torch, torch._dynamo, torch._inductor.compile_fx"
 PROGRAM = """
+    import os
+    os.environ.update({variables})
     import torch
     from torch.nn import functional as F
     import moefuse
@@ -36,30 +37,41 @@ EXPLAIN = "report = moefuse.explain(layer, x)"
 RUN = "torch.compile(layer, backend='moefuse')(x); report = moefuse.last_report()"
 
 
-def output(call: str, **variables: str) -> str:
-    environment = {**os.environ, **variables}
-    program = textwrap.dedent(PROGRAM).format(call=call)
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def output(*runs: tuple[str, dict[str, str]]) -> list[str]:
+    """What processes say, each with variables of its own; one imports torch for all."""
+    return printed(BEFORE, [textwrap.dedent(PROGRAM).format(call=call, variables=variables) for call, variables in runs])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that cannot be made."""
+    file = tmp_path_factory.mktemp("slow") / "file"
+    file.write_text("")
+    return file / "cache"
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> list[str]:
+    """Of a folder that cannot be written, without a compiler, and without kernels."""
+    empty = folder.parent.parent / "empty"
+    empty.mkdir()
+    without = {"MOEFUSE_CACHE_DIR": str(empty), "CXX": "no-such-compiler", "PATH": str(empty)}
+    left_out = {"MOEFUSE_CACHE_DIR": str(folder), "MOEFUSE_CPU_KERNEL": "0"}
+    return output((EXPLAIN, {"MOEFUSE_CACHE_DIR": str(folder)}), (EXPLAIN, without), (EXPLAIN, left_out))
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not native.ready(), reason="no working C++ compiler")
 def test_a_folder_with_spaces_and_quotes(tmp_path: Path) -> None:
     folder = tmp_path / "my cache's $HOME"
-    text = output(EXPLAIN, MOEFUSE_CACHE_DIR=str(folder))
+    (text,) = output((EXPLAIN, {"MOEFUSE_CACHE_DIR": str(folder)}))
     assert "ready: True" in text
     assert "  note" not in text
     assert list(folder.glob("cpu-kernels/*.so"))
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("call", [EXPLAIN, RUN], ids=["explain", "last_report"])
-def test_a_folder_that_cannot_be_written_is_in_the_report(tmp_path: Path, call: str) -> None:
-    (tmp_path / "file").write_text("")
-    folder = tmp_path / "file" / "cache"
-    text = output(call, MOEFUSE_CACHE_DIR=str(folder))
+def told(text: str, folder: Path) -> None:
+    """That kernels are not there, with the remedy."""
     assert "fused 1 of 1" in text
     assert (
         "  note    experts on the CPU run without the C++ kernels, and more slowly "
@@ -68,13 +80,19 @@ def test_a_folder_that_cannot_be_written_is_in_the_report(tmp_path: Path, call: 
     assert "ready: False" in text
 
 
-def test_a_missing_compiler_is_in_the_report(tmp_path: Path) -> None:
-    text = output(EXPLAIN, MOEFUSE_CACHE_DIR=str(tmp_path), CXX="no-such-compiler", PATH=str(tmp_path))
-    assert "(no C++ compiler: install g++, or let CXX name one)" in text
+def test_a_folder_that_cannot_be_written_is_in_the_report(said: list[str], folder: Path) -> None:
+    told(said[0], folder)
 
 
-def test_kernels_that_the_user_left_out_are_no_note(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    text = output(EXPLAIN, MOEFUSE_CACHE_DIR=str(tmp_path / "file" / "cache"), MOEFUSE_CPU_KERNEL="0")
-    assert "fused 1 of 1" in text
-    assert "  note" not in text
+@pytest.mark.thorough
+def test_a_folder_that_cannot_be_written_is_in_the_last_report(folder: Path) -> None:
+    told(output((RUN, {"MOEFUSE_CACHE_DIR": str(folder)}))[0], folder)
+
+
+def test_a_missing_compiler_is_in_the_report(said: list[str]) -> None:
+    assert "(no C++ compiler: install g++, or let CXX name one)" in said[1]
+
+
+def test_kernels_that_the_user_left_out_are_no_note(said: list[str]) -> None:
+    assert "fused 1 of 1" in said[2]
+    assert "  note" not in said[2]

@@ -305,6 +305,7 @@ def test_wrapped(wrap: Callable[[nn.Module], nn.Module], split: bool) -> None:
     assert (report.layers, report.skipped) == ((LAYERS, LAYERS), [])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("checkpointed", "logits"), [(False, True), (True, False)])
 def test_sharded(checkpointed: bool, logits: bool) -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefuse
-from moefuse import _torch_private
-from tests.cheap import without_code
-from tests.dist import layers
+from tests.dist import layers, scenes
 
 
 def _dtensors(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
@@ -72,7 +69,7 @@ def run(rank: int, kind: type[nn.Module], change: str, backend: str) -> tuple[fl
     """Relative differences from one process, before and after the change; what changes in place is read by Inductor's code, too."""
     if change == "in place":
         return _run(rank, kind, change, backend)
-    with mock.patch.object(_torch_private, "compile_fx", without_code):
+    with scenes.codeless():
         return _run(rank, kind, change, backend)
 
 

@@ -6,14 +6,11 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import moefuse
-from moefuse import _torch_private
-from tests.cheap import without_code
 from tests.dist import equal, layers, scenes
 
 Penalty = Callable[[nn.Module, Tensor], Tensor]
@@ -114,7 +111,7 @@ def run(rank: int, case: Case) -> Found:
     compiled = torch.compile(Penalised(model, penalty), backend="moefuse", options={"strict": True})
     same = case.how.get("tokens") == "replicated"
     every = [torch.randn(n, layers.H, generator=torch.Generator().manual_seed(0 if same else n)) for n in case.tokens]
-    with mock.patch.object(_torch_private, "compile_fx", without_code):
+    with scenes.codeless():
         loss = compiled(every[rank])
     report = moefuse.last_report()
     losses = [Penalised(single, penalty)(x) for x in _different(every, same)]

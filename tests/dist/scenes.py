@@ -19,9 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import moefuse
+from moefuse import _torch_private
 from moefuse.ops import shared
 from moefuse.passes.block import shared_experts
 from moefuse.runtime import collectives
+from tests.cheap import without_code
 from tests.cpu.capture_case import Seen, capturing
 from tests.dist import faults, layers
 
@@ -142,18 +144,26 @@ def collectives_of_a_call(rank: int, experts: str) -> list[str]:
     return called
 
 
-def shared_beside(rank: int, how: dict[str, Any], tokens: tuple[int, int]) -> tuple[float, list[bool], int]:
-    """(largest difference from one process, which fused layers have their shared expert beside them, calls of its start)."""
+def shared_beside(rank: int, how: dict[str, Any], tokens: tuple[int, int], code: bool) -> tuple[float, list[bool], int]:
+    """(largest difference from one process, which fused layers have their shared expert beside them, calls of its start).
+
+    ``code``: Inductor's runs.
+    """
     model, single = both(layers.Shared, **how)
     run = torch.compile(model, backend="moefuse", dynamic=False, options={"overlap": 1 << 20})
     x, started = torch.randn(tokens[rank], layers.H), mock.Mock(side_effect=shared._run)
-    with torch.no_grad(), mock.patch.object(shared_experts, "DEVICES", {"cpu"}):
+    with torch.no_grad(), mock.patch.object(shared_experts, "DEVICES", {"cpu"}), contextlib.nullcontext() if code else codeless():
         run(x)
         with mock.patch.object(shared, "_run", started):
             worst = (run(x) - single(x)).abs().max().item()
     report = moefuse.last_report()
     assert report is not None
     return worst, [fused.shared for fused in report.fused], started.call_count
+
+
+def codeless() -> contextlib.AbstractContextManager[Any]:
+    """All of Inductor but its code."""
+    return mock.patch.object(_torch_private, "compile_fx", without_code)
 
 
 def sizes_as_symbols(rank: int, kind: type[nn.Module]) -> tuple[float, int, list[str]]:
@@ -163,7 +173,7 @@ def sizes_as_symbols(rank: int, kind: type[nn.Module]) -> tuple[float, int, list
     plan = moefuse.parallelize(model, mesh())
     fully_shard(model, mesh=mesh(), ignored_params=plan.parameters)
     run, worst = torch.compile(model, backend="moefuse", dynamic=True), 0.0
-    with torch.no_grad():
+    with torch.no_grad(), contextlib.nullcontext() if kind is layers.Stacked else codeless():
         for tokens in (5, 7, 9):
             x = torch.randn(tokens + rank, layers.H)
             worst = max(worst, (run(x) - single(x)).abs().max().item())

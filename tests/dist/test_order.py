@@ -141,7 +141,6 @@ def test_checkpoints(called: list[str], apart: bool, backward: list[str]) -> Non
         assert found == (["a", "b"], backward), tokens
 
 
-@pytest.mark.usefixtures("no_code")
 def test_results_of_what_is_computed_again(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows go back only of the layer whose output is read: that of the second one is in nobody's gradient."""
     asked: list[bool] = []

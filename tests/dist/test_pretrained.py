@@ -83,6 +83,7 @@ def test_one_rank_saves_alone(two: Workers, tmp_path: Path) -> None:
 CONFIGS: dict[str, dict[str, Any]] = {"equal tokens": {"tp_size": 2}, "own tokens": {"fsdp_size": 2}}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", CONFIGS)
 def test_distributed_config(two: Workers, how: str, tmp_path: Path) -> None:
     """``ep_implementation="moefuse"``: transformers' meshes and loading, our dispatch; loss and gradients of one process."""

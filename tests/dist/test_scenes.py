@@ -66,7 +66,7 @@ def test_one_all_reduce_for_each_layer(two: Workers, experts: str) -> None:
 )
 def test_shared_experts_beside(two: Workers, how: dict[str, Any], tokens: tuple[int, int], moved: bool) -> None:
     """They start in front of the router and are met at the sum, behind all transfers; not where the host waits for these."""
-    for worst, beside, started in two.run(scenes.shared_beside, how, tokens):
+    for worst, beside, started in two.run(scenes.shared_beside, how, tokens, code="max_tokens" in how):
         assert worst <= 1e-5
         assert beside == [moved] * 2
         assert started == 2 * moved

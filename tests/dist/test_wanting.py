@@ -17,7 +17,8 @@ HOW: dict[str, dict[str, Any]] = {
     "same tokens": {"tokens": "replicated"},
     "slices": {"experts": "tp"},
 }
-CASES = [("tokens", how) for how in HOW]
+CASES: list[Any] = [("tokens", how) for how in HOW if how not in ("most known", "equal")]
+CASES += [pytest.param("tokens", how, marks=pytest.mark.thorough) for how in ("most known", "equal")]
 CASES += [("router", "most known"), ("experts", "most known"), ("router or tokens", "exact splits")]
 
 
