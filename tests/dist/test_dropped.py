@@ -65,7 +65,7 @@ def test_slices_are_gathered(two: Workers) -> None:
     ranks = two.run(dropped.run, case)
     for found in ranks:
         assert [s.code for s in found.report.skipped] == ["experts-gathered"], found.report
-        assert "slices of experts are for those that a template describes" in found.report.skipped[0].message
+        assert "`dropout` is of the sum over all hidden units" in found.report.skipped[0].message
     holds(case, ranks)
 
 
@@ -73,7 +73,7 @@ def test_slices_are_refused_where_they_would_be_gathered(two: Workers) -> None:
     """``parallelize`` of a model in training sees it beforehand."""
     for ok, said in two.try_to(dropped.run, Case(how={"experts": "tp"})):
         assert not ok
-        assert "ParallelError: 0: which of its weights' dimensions are hidden units is not known" in said
+        assert "ParallelError: 0: `dropout` is of the sum over all hidden units" in said
         assert "use experts='ep'" in said
 
 
