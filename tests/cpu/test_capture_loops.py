@@ -38,6 +38,7 @@ ROWS, PIECES = Loop("range", skip="numel"), Loop(cut="list", skip="zero", add="a
 ALONE = {
     **alone(ROWS, over=generated.OVER, mask=generated.MASKS, skip=generated.SKIPS, gather=generated.GATHERS, add=generated.ADDS),
     **alone(ROWS, weigh=generated.WEIGHS, store=generated.STORES, rebind=generated.REBINDS, between=generated.BETWEEN),
+    **alone(ROWS, laid=generated.LAID),
     **alone(Loop("nonzero"), hit=generated.HITS),
     **alone(Loop("range", add="index_add"), init=generated.INITS),
     **alone(PIECES, cut=generated.CUTS, counts=generated.COUNTS, rows=generated.ROWS),

@@ -62,6 +62,7 @@ def rows_loops(twists: st.SearchStrategy[str], ids: st.SearchStrategy[str] = PLA
         around_loop=some(generated.CONTEXTS),
         twist=twists,
         ids=ids,
+        laid=some(generated.LAID),
     ).filter(generated.sensible)
 
 

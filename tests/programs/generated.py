@@ -140,6 +140,9 @@ REBINDS = {
 }
 """The sum is bound again in the loop, by what changes nothing."""
 
+LAID = {"own": "x = x.clone()", "turned": "x = x.t().clone(memory_format=torch.contiguous_format).t()"}
+"""How tokens lie in memory: a row after another, or a feature after another, as the patches of one image do."""
+
 CONTEXTS = {
     "none": "",
     "inference_mode": "with torch.inference_mode(False):",
@@ -352,6 +355,7 @@ class Loop:
     by_slot: bool = False
     behind: bool = False
     idle: bool = False
+    laid: str = "own"
     tokens: int = 5
 
     @property
@@ -361,10 +365,10 @@ class Loop:
         parts |= {"rebind": REBINDS[self.rebind], "around_expert": CONTEXTS[self.around_expert], "around_loop": CONTEXTS[self.around_loop]}
         for part, new in {**TWISTS, **LOOP_TWISTS, **CUT_TWISTS}[self.twist].items():
             parts[part] = _filled(new, parts.get(part, ""))
-        if not self.outside:
-            return _written(parts)
-        parts["route"] = parts["route"].replace(_ROUTE, _GIVEN)
-        return _written(parts).replace("x, logits", "x, weights, ids", 1)
+        if self.outside:
+            parts["route"] = parts["route"].replace(_ROUTE, _GIVEN)
+        text = _written(parts).replace(LAID["own"], LAID[self.laid], 1)
+        return text.replace("x, logits", "x, weights, ids", 1) if self.outside else text
 
 
 def _filled(new: str, old: str) -> str:
