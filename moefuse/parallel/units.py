@@ -126,27 +126,28 @@ def _of_region(
 
 
 def _cuts(layer: nn.Module, site: Site, region: Region, values: Mapping[Node, Any], world: int) -> dict[str, Cut | None]:
-    names = _names(layer, site)
+    leaves = weight_leaves(region.expr)
+    if any(leaf.held is not None for leaf in leaves):
+        raise NotLocalError("a weight is held in few bits, and no slice of it is known")
+    if any(leaf.stacked and leaf.along for leaf in leaves):
+        raise NotLocalError("its experts are not the first dimension of a weight")
     hidden = Hidden(region.expr)
     for part in hidden.parts:
         of_part(part, world)
+    roots = {node: _root(node) for leaf in leaves for node in leaf.nodes}
+    names = _names(layer, site)
     rows: dict[str, dict[int, int]] = {}
     axes: dict[str, tuple[int, int]] = {}
     whole: set[str] = set()
-    for leaf in weight_leaves(region.expr):
-        if leaf.held is not None:
-            raise NotLocalError("a weight is held in few bits, and no slice of it is known")
-        if leaf.stacked and leaf.along:
-            raise NotLocalError("its experts are not the first dimension of a weight")
+    for leaf in leaves:
         for node in leaf.nodes:
-            root = _root(node)
-            name = names.get(id(values.get(root)), "")
+            name = names.get(id(values.get(roots[node])), "")
             if not name:
                 raise NotLocalError("some of its weights are no Parameters of the experts")
             if leaf in hidden.behind:
                 whole.add(name)
                 continue
-            view = _of_one_expert(node, root, site)
+            view = _of_one_expert(node, roots[node], site)
             unit, groups = hidden.units[leaf]
             axes[name] = _owned(view, unit % len(view.sizes), groups, world, rows.setdefault(name, {}))
     missing = sorted(set(site.names) - rows.keys() - whole)

@@ -255,9 +255,9 @@ def test_gradients_through_what_slots_choose() -> None:
 
 
 def test_no_slices_of_what_is_held() -> None:
-    """``experts="tp"`` says which op it is that has none. (It said that there were no experts.)"""
+    """``experts="tp"`` says why there is none. (It said that there were no experts.)"""
     site: Any = SimpleNamespace(layer="", name="experts", widths=(H,))
-    with pytest.raises(ParallelError, match=r"they run as `moefuse::experts_extended`.*use experts='ep'"):
+    with pytest.raises(ParallelError, match="a weight is computed, and no view of a Parameter; use experts='ep'"):
         units.cuts_of(Form("nibbles", "slots", whole=False), site, 2)
 
 
