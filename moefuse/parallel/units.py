@@ -41,16 +41,24 @@ class Cut:
     blocks: int
 
 
+Cuts = dict[str, Cut | None]
+"""Of each Parameter of a layer's experts, by its name: where it is cut; None for one that every rank needs whole."""
+
+
+class _NotRecognisedError(ValueError):
+    """Nothing is known of what the experts compute."""
+
+
 class _FoundError(BaseException):
     """Ends a trace; no ``Exception``, which compilers hold for failures of a backend."""
 
-    def __init__(self, what: dict[str, Cut | None] | NotLocalError) -> None:
+    def __init__(self, what: Cuts | NotLocalError) -> None:
         super().__init__()
         self.what = what
 
 
-def cuts_of(model: nn.Module, site: Site, world: int) -> dict[str, Cut | None]:
-    """Of each Parameter of a layer's experts, by its name in ``site``: where it is cut; None for one that every rank needs whole.
+def cuts_of(model: nn.Module, site: Site, world: int) -> Cuts:
+    """Where the Parameters of a layer's experts are cut, by their names in ``site``.
 
     Raises:
         ParallelError: the experts are not recognised, or their hidden units do not divide by the ranks.
@@ -60,15 +68,11 @@ def cuts_of(model: nn.Module, site: Site, world: int) -> dict[str, Cut | None]:
     layer = _on_cpu(layer) if any(p.is_meta for p in layer.parameters()) else layer
     try:
         return _traced(layer, site, world)
-    except NotRecognisedError as error:
+    except _NotRecognisedError as error:
         why = f"which of its weights' dimensions are hidden units is not known, for {error}; use experts='ep'"
     except NotLocalError as error:
         why = f"{error}; use experts='ep'" + (", or another number of ranks" if isinstance(error, UnevenError) else "")
     raise ParallelError(f"{name}: {why}")
-
-
-class NotRecognisedError(ValueError):
-    """Nothing is known of what the experts compute."""
 
 
 def _on_cpu(layer: nn.Module) -> nn.Module:
@@ -76,7 +80,7 @@ def _on_cpu(layer: nn.Module) -> nn.Module:
     return copy.deepcopy(layer).to_empty(device="cpu")
 
 
-def _traced(layer: nn.Module, site: Site, world: int) -> dict[str, Cut | None]:
+def _traced(layer: nn.Module, site: Site, world: int) -> Cuts:
     """What is found where a call of the layer with a few tokens has an op for its experts."""
     first = next(layer.parameters())
     reasons: list[str] = []
@@ -87,7 +91,11 @@ def _traced(layer: nn.Module, site: Site, world: int) -> dict[str, Cut | None]:
         values = _values(gm, example_inputs)
 
         def seen(region: Region) -> None:
-            raise _FoundError(_of_region(layer, site, region, values, world))
+            try:
+                what: Cuts | NotLocalError = _cuts(layer, site, region, values, world)
+            except NotLocalError as error:
+                what = error
+            raise _FoundError(what)
 
         report = rewrite.rewrite(gm, example_inputs, options, entry.frame(), seen)
         reasons.extend(skipped.message for skipped in report.skipped)
@@ -105,7 +113,7 @@ def _traced(layer: nn.Module, site: Site, world: int) -> dict[str, Cut | None]:
             return found.what
         except Exception as error:
             failed.append(f"a call with tokens {list(shape)} raises {type(error).__name__}")
-    raise NotRecognisedError(next(iter([*reasons, *failed]), "moefuse does not recognise its experts"))
+    raise _NotRecognisedError(next(iter([*reasons, *failed]), "moefuse does not recognise its experts"))
 
 
 def _values(gm: GraphModule, example_inputs: Sequence[object]) -> dict[Node, Any]:
@@ -116,16 +124,7 @@ def _values(gm: GraphModule, example_inputs: Sequence[object]) -> dict[Node, Any
     }
 
 
-def _of_region(
-    layer: nn.Module, site: Site, region: Region, values: Mapping[Node, Any], world: int
-) -> dict[str, Cut | None] | NotLocalError:
-    try:
-        return _cuts(layer, site, region, values, world)
-    except NotLocalError as error:
-        return error
-
-
-def _cuts(layer: nn.Module, site: Site, region: Region, values: Mapping[Node, Any], world: int) -> dict[str, Cut | None]:
+def _cuts(layer: nn.Module, site: Site, region: Region, values: Mapping[Node, Any], world: int) -> Cuts:
     leaves = weight_leaves(region.expr)
     if any(leaf.held is not None for leaf in leaves):
         raise NotLocalError("a weight is held in few bits, and no slice of it is known")

@@ -60,6 +60,8 @@ class Sharding:
 
     hops: tuple[Hop, ...]
     held: int
+    hidden: Hidden | None = None
+    """What ranks with slices of experts have parts of."""
 
     @property
     def sliced(self) -> str:
@@ -101,15 +103,15 @@ def sharding(region: Region) -> Sharding | None:
         raise NotLocalError("some of the experts have no weights")
     found = {leaf: hops_of(leaf, region.num_experts) for leaf in leaves}
     sliced = any(hop.place is None for hops, _ in found.values() for hop in hops)
-    behind = Hidden(region.expr).behind if sliced else set()
-    added = {leaf: found.pop(leaf) for leaf in list(found) if leaf in behind}
+    hidden = Hidden(region.expr) if sliced else None
+    added = {leaf: found.pop(leaf) for leaf in hidden.behind} if hidden is not None else {}
     whole = [leaf for leaf, (hops, _) in found.items() if not hops]
     if any(leaf.zeros for leaf in found if leaf not in whole):
         raise NotLocalError("some of the experts have no adapter")
     spread = {found[leaf] for leaf in found if leaf not in whole}
     if len(spread) != 1:
         raise NotLocalError("its weights are sharded in different ways")
-    where = Sharding(*spread.pop())
+    where = Sharding(*spread.pop(), hidden)
     if where.sliced:
         _of_slices(region, whole)
     placed = tuple(hop for hop in where.hops if hop.place is not None)
@@ -165,7 +167,7 @@ class Spread(Lowering):
         self.layer = module_path(region.anchor) or "the experts"
         self.arrived: dict[Hashable, Node] = {}
         self.way_back: list[tuple[list[Node], Node, str]] = []
-        self.hidden = Hidden(region.expr) if where.sliced else None
+        self.hidden = where.hidden
         self.spare = 0  # experts of zeros behind those that are here, with no token
 
     def travel(self, tier: Tier) -> str:

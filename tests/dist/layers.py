@@ -156,42 +156,6 @@ class Grouped(Routed):
     forward = Listed.forward
 
 
-class OwnMerged(Stacked):
-    """Gate and up projection as one Parameter, biases, and what no template has between them; ``TURNS``: row by row."""
-
-    TURNS = False
-
-    def __init__(self, experts: int) -> None:
-        super().__init__(experts)
-        self.gate_up_bias, self.down_bias = nn.Parameter(torch.randn(experts, 2 * I)), nn.Parameter(torch.randn(experts, H))
-
-    def between(self, gate: Tensor, up: Tensor) -> Tensor:
-        return torch.where(gate > 0.2, gate.clamp(max=1.5) * up.sin(), gate / (1 + up.abs()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(len(self.gate_up)):
-            token, slot = torch.where(ids == e)
-            h = F.linear(x[token], self.gate_up[e], self.gate_up_bias[e])
-            gate, up = (h[..., ::2], h[..., 1::2]) if self.TURNS else h.chunk(2, -1)
-            weight = weights[token, slot, None]
-            h = self.between(gate, up) * weight.sqrt() + x[token].mean(-1, keepdim=True)  # numbers of a row are of each unit, too
-            out.index_add_(0, token, F.linear(h, self.down[e], self.down_bias[e]) / 2 * weight)
-        return out
-
-
-class OwnInTurns(OwnMerged):
-    TURNS = True
-
-
-class OfAllUnits(OwnMerged):
-    """A norm of all hidden units of a token."""
-
-    def between(self, gate: Tensor, up: Tensor) -> Tensor:
-        return F.layer_norm(gate.cos() * up, (I,))
-
-
 class OfTheSum(Grouped):
     """A function of the sum over hidden units."""
 
@@ -296,6 +260,38 @@ class Interleaved(Stacked):
             h = F.linear(F.silu(h[..., ::2]) * h[..., 1::2], self.down[e], self.down_bias[e])
             out.index_add_(0, token, h * weights[token, slot, None])
         return out
+
+
+class OwnMerged(Interleaved):
+    """The same weights and what no template has between them; without ``TURNS`` gate and up projection one behind the other."""
+
+    TURNS = False
+
+    def between(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.where(gate > 0.2, gate.clamp(max=1.5) * up.sin(), gate / (1 + up.abs()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(len(self.gate_up)):
+            token, slot = torch.where(ids == e)
+            h = F.linear(x[token], self.gate_up[e], self.gate_up_bias[e])
+            gate, up = (h[..., ::2], h[..., 1::2]) if self.TURNS else h.chunk(2, -1)
+            weight = weights[token, slot, None]
+            h = self.between(gate, up) * weight.sqrt() + x[token].mean(-1, keepdim=True)  # numbers of a row are of each unit, too
+            out.index_add_(0, token, F.linear(h, self.down[e], self.down_bias[e]) / 2 * weight)
+        return out
+
+
+class OwnInTurns(OwnMerged):
+    TURNS = True
+
+
+class OfAllUnits(OwnMerged):
+    """A norm of all hidden units of a token."""
+
+    def between(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.layer_norm(gate.cos() * up, (I,))
 
 
 class Mixed(Stacked):
