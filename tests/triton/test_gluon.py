@@ -42,13 +42,16 @@ def test_what_compiles_is_used(gluon: Any) -> None:
 
 
 def test_what_does_not_is_lost(gluon: Any) -> None:
-    """For good, and with the kernel and the compiler's words."""
+    """For good, with the kernel and the compiler's words. No plan that has it is kept: who asks again would get it again, without end."""
+    from moefuse.kernels.triton.launch import player
     from moefuse.machine import slow_paths
 
+    plans = player.until_forgotten({"of a call": object()})
     with pytest.raises(slow_paths.LostError):
         gluon.compile_first(kernel(AttributeError("no warp_specialize\nat line 3")), (1,), (), {})
     assert gluon.unusable() == "product_tiles: no warp_specialize"
     assert slow_paths.notes() == [f"{gluon.LOST} (product_tiles: no warp_specialize)"]
+    assert not plans
 
 
 def test_no_memory_is_no_reason(gluon: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from moefuse.errors import first_line
+from moefuse.kernels.triton.launch import player
 from moefuse.machine import slow_paths
 
 LOST = "kernels with specialised warps, and those that multiply packed weights, are not used"
@@ -51,5 +52,6 @@ def compile_first(kernel: Any, grid: Sequence[int], args: Sequence[Any], options
     except Exception as error:  # of a compiler that is not ours, in any of its layers
         reason = f"{kernel.__name__}: {first_line(error)}"
         _lost.append(reason)
+        player.forget()  # plans that have it
         slow_paths.taken(LOST, reason)
         raise slow_paths.LostError(reason) from error
