@@ -17,7 +17,7 @@ from torch import nn
 from moefuse import _torch_private
 from moefuse.program.module_tree import tree_of
 from moefuse.program.runs import Ran, now
-from moefuse.report.entries import Fused, done_instead
+from moefuse.report.entries import Fused, Skipped, done_instead
 from moefuse.report.report import FusionReport
 from moefuse.report.reused_code import Served, watch
 
@@ -200,7 +200,7 @@ class Compilations:
             same = [other for other in latest if other.frame == known.frame or told or not alike(other.mode, known.mode)]
             since = [other for other in others if other is not known]  # a graph that is refused in part is so each time that it runs
             kept = [s for s in report.skipped if not done_instead(s, instead) and not _fused_since(s.module, known, since)]
-            report.skipped = [dataclasses.replace(s, fused_too=_in_one_of(s.module, same, known.frame)) for s in kept]
+            report.skipped = [_beside(s, known, same) for s in kept]
         merged = FusionReport.merged(reversed(left))
         merged.modules = tuple((prefix, tree_of(root)) for prefix, weak in self._roots.items() if (root := weak()) is not None)
         merged.root = self._root
@@ -210,6 +210,22 @@ class Compilations:
 def is_in(module: str, name: str) -> bool:
     """Whether a module is another one or inside of it."""
     return not name or f"{module}.".startswith(f"{name}.")
+
+
+def _beside(skipped: Skipped, known: _Compilation, same: list[_Compilation]) -> Skipped:
+    """A refusal, with whether the layer is fused too, and the mode in which it is not where it is in another one only."""
+    if not _in_one_of(skipped.module, same, known.frame):
+        return dataclasses.replace(skipped, fused_too=False, when="")
+    fused = [other for other in same if _in_one_of(skipped.module, [other], known.frame)]
+    when = "" if any(alike(other.mode, known.mode) for other in fused) else _words(known.mode, [other.mode for other in fused])
+    return dataclasses.replace(skipped, fused_too=True, when=when)
+
+
+def _words(mode: Mode, others: list[Mode]) -> str:
+    """What tells a mode apart from all of some others."""
+    if all(training not in (mode[1], None) for _, training in others):
+        return "in training" if mode[1] else "in evaluation"
+    return "" if any(gradients == mode[0] for gradients, _ in others) else f"{'with' if mode[0] else 'without'} gradients"
 
 
 def _in_one_of(module: str, found: list[_Compilation], frame: object = None) -> bool:

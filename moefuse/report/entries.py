@@ -81,11 +81,18 @@ class Skipped:
     """Which of all graphs that were given up that was, in their order; 0 for one that was not."""
     fused_too: bool = field(default=False, repr=False, compare=False)
     """Whether the layer is fused in another mode: in inference and not in training, for example."""
+    when: str = field(default="", repr=False, compare=False)
+    """In which mode, where it is fused in another one only: ``in training``."""
     cause: Cause = field(default="", repr=False, compare=False)
     """``uncounted``: of a check that could not run because nobody can say how many tokens to draw."""
 
+    @property
+    def text(self) -> str:
+        """The message, with the mode in which it holds."""
+        return f"{self.message} ({self.when})" if self.when else self.message
+
     def to_dict(self) -> dict[str, object]:
-        return {"code": self.code, "message": self.message, "module": self.module, "location": self.location}
+        return {"code": self.code, "message": self.text, "module": self.module, "location": self.location}
 
 
 class RejectedError(Exception):

@@ -25,7 +25,7 @@ def grouped_fused(items: Iterable[Fused]) -> list[list[Fused]]:
 
 def grouped_skipped(items: Iterable[Skipped]) -> list[list[Skipped]]:
     """Layers of which the report says the same."""
-    return _grouped(items, lambda s: (pattern(s.module), s.location, s.code, s.message))
+    return _grouped(items, lambda s: (pattern(s.module), s.location, s.code, s.text))
 
 
 def pattern(module: str) -> str:

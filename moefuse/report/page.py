@@ -182,7 +182,7 @@ def _left(items: Sequence[Skipped], root: str) -> str:
     to_do = advice().get(first.code)
     parts = [
         _head(items, root, _badge(first.code, "left"), first.location),
-        tag("p", f"{marked_up(first.message)}."),
+        tag("p", f"{marked_up(first.text)}."),
         excerpt(first.location),
     ]
     parts += [tag("p", marked_up(to_do), "advice")] if to_do else []

@@ -56,7 +56,7 @@ class FusionReport(Entries):
             text = f"{first.spec}{beside}  [{first.domain}, {first.tier}, {error}{memory}]{where}"
             rows.append(("fused", module_names([f.module for f in fused], self.root), _basename(first.location), text))
         for skipped in grouped_skipped(self.skipped):
-            code, message, location = skipped[0].code, skipped[0].message, skipped[0].location
+            code, message, location = skipped[0].code, skipped[0].text, skipped[0].location
             rows.append(("skipped", module_names([s.module for s in skipped], self.root), _basename(location), f"{code}: {message}"))
         return rows
 

@@ -144,11 +144,12 @@ def test_one_layer_in_many_calls() -> None:
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("first", [False, True])
 def test_a_layer_that_is_fused_in_one_mode_only(around: bool, first: bool) -> None:
-    """One layer; the report says both."""
+    """One layer; the report says both, and where which holds: the calls that follow do not change that."""
     model = Around(Noisy) if around else Noisy()
     report = report_of(model, (X, first), (X, not first), expect=1) if not first else report_of(model, (X, first), (X, not first))
     assert report.layers == (1, 1)
     assert ([f.module for f in report.fused], [s.code for s in report.skipped]) == (["mlp" if around else ""], ["random"])
+    assert report.skipped[0].text.endswith("random numbers inside the expert (with gradients)")
 
 
 def test_two_layers_of_which_one_is_refused_in_training() -> None:
