@@ -198,14 +198,17 @@ class Inputs:
     def table(self, ids: torch.Tensor, experts: int, node: Node, *, turned: bool = False) -> torch.Tensor:
         """Weights of the chosen experts as [T, E] (``turned``: [E, T]).
 
-        Where the table says who is left, every fourth entry or so takes its expert away.
+        Where the table says who is left, every fourth entry or so takes its expert away. It may have columns of nobody behind theirs.
         """
-        table = torch.zeros(len(ids), experts).scatter(1, ids, torch.rand(ids.shape, generator=self.generator) + 0.1)
+        shape = [int(hint(s)) for s in fake(node).shape]
+        table = torch.zeros(len(ids), max(math.prod(shape) // max(len(ids), 1), experts)).scatter(
+            1, ids, torch.rand(ids.shape, generator=self.generator) + 0.1
+        )
         if node is self.region.routing.kept:
             table = self.some_of(table)
         like = fake(node)
         table = table.t() if turned else table
-        return table.reshape([int(hint(s)) for s in like.shape]).to(device=like.device, dtype=like.dtype)
+        return table.reshape(shape).to(device=like.device, dtype=like.dtype)
 
     def some_of(self, weights: torch.Tensor) -> torch.Tensor:
         """Weights of which every fourth or so takes its expert away."""

@@ -31,23 +31,29 @@ WRAPS = {"-1": "wraps", "-E": "wraps", "-E - 1": "raises", "E": "raises", "E + 3
 SHIFTS = {"-1": "shifts", "-E": "shifts", "-E - 1": "shifts", "E": "nobody", "E + 3": "nobody"}
 FIRST = {"-1": "first", "-E": "first", "-E - 1": "first", "E": "nobody", "E + 3": "nobody"}
 
+PADDED = {**RAISES, "E": "nobody"}
+
 MEANINGS: dict[str, tuple[Any, dict[str, str]]] = {
     "where": (Selected(), NOBODY),
     "any mask": (Selected(find="any_where"), NOBODY),
     "slot loop": (Selected(find="slot_loop", combine="iadd"), NOBODY),
     "one_hot": (Selected(find="onehot_where"), RAISES),
+    "one_hot, padded": (Selected(find="onehot_padded"), PADDED),
     "sum of the mask": (Masked(), NOBODY),
     "stacked": (Masked(accumulate="stack_einsum"), NOBODY),
     "one_hot table": (Masked(weight="onehot_einsum"), RAISES),
+    "one_hot table, padded": (Masked(weight="onehot_padded"), PADDED),
     "index": (Slots(), WRAPS),
     "index, grid": (Slots(ids="grid", combine="einsum"), WRAPS),
     "index_select": (Slots(gather="index_select"), RAISES),
     "histc": (Sorted(), SHIFTS),
     "compare": (Sorted(counts="compare", unsort="index_add_"), SHIFTS),
     "counts of one_hot": (Sorted(counts="one_hot"), RAISES),
+    "counts of one_hot, padded": (Sorted(counts="padded"), PADDED),
     "scatter_add": (Sorted(counts="scatter_add"), RAISES),
     "searchsorted": (Sorted(counts="searchsorted"), FIRST),
     "dense, one_hot": (Dense(weights="onehot_sum"), RAISES),
+    "dense, one_hot, padded": (Dense(weights="onehot_padded"), PADDED),
     "dense, gathered": (Dense(weights="gather"), WRAPS),
 }
 """The table of docs/design/facts.md."""

@@ -21,6 +21,7 @@ COUNTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "histc_first": lambda ids, e: torch.histc(ids.double().view(-1), bins=e, min=0, max=e - 1),
     "stacked": lambda ids, e: torch.stack([(ids == i).sum() for i in range(e)]),
     "one_hot": lambda ids, e: F.one_hot(ids, num_classes=e).sum(dim=0),
+    "padded": lambda ids, e: F.one_hot(ids, e + 1)[:, :e].sum(dim=0),
     "scatter_add": lambda ids, e: torch.zeros(e, dtype=torch.int64).scatter_add_(0, ids, torch.ones_like(ids)),
     "compare": lambda ids, e: (ids.unsqueeze(-1) == torch.arange(e, device=ids.device)).sum(0),
 }

@@ -55,6 +55,7 @@ WITHIN = ("topk", "remainder", "modulo", "clamped", "bool", "int32")
 
 MASKS = {
     "one_hot": ("mask = F.one_hot(ids, num_classes=E).permute(2, 1, 0)", "mask[e]", True),
+    "padded": ("mask = F.one_hot(ids, E + 1)[..., :E].permute(2, 1, 0)", "mask[e]", True),
     "equal": ("", "ids == e", False),
     "float": ("numbers = ids.float()", "numbers == e", False),
     "byte": ("", "ids.to(torch.uint8) == e", False),
@@ -156,6 +157,7 @@ LEAVES = ("leaf", "turned")
 
 COUNTS = {
     "one_hot": "F.one_hot(ids.flatten(), num_classes=E).sum(0)",
+    "padded": "F.one_hot(ids.flatten(), E + 1).sum(0)[:E]",
     "bincount": "torch.bincount(ids.flatten(), minlength=E)",
     "scatter": "ids.new_zeros((ids.shape[0], E)).scatter_(1, ids, 1).sum(0)",
     "histc": "torch.histc(ids.flatten().float(), bins=E, min=0, max=E - 1).long()",

@@ -30,6 +30,8 @@ def dense_weights(how: str, r: Routed, experts: int) -> Tensor:
             return dense
         case "onehot_sum":
             return (F.one_hot(r.ids, experts) * r.weights.unsqueeze(-1)).sum(dim=1)
+        case "onehot_padded":
+            return (F.one_hot(r.ids, experts + 1)[..., :-1] * r.weights.unsqueeze(-1)).sum(dim=1)
         case "onehot_einsum":
             return torch.einsum("tk,tke->te", r.weights, F.one_hot(r.ids, num_classes=experts).to(r.weights.dtype))
     assert r.dense is not None
@@ -121,7 +123,7 @@ class MaskedMix:
 
     def einsum(self, store: ExpertStore, x: Tensor, r: Routed) -> Tensor:
         """All experts stacked, combined by an einsum, or a product and a sum, with dense weights."""
-        if self.s.weight in ("scatter", "scatter_slots", "onehot_einsum", "onehot_sum", "given"):
+        if self.s.weight in ("scatter", "scatter_slots", "onehot_einsum", "onehot_sum", "onehot_padded", "given"):
             dense = dense_weights(self.s.weight, r, store.count)
             dense = dense if self.hooks.experts is range else dense[:, list(self.hooks.experts(store.count))]
         else:

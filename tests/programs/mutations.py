@@ -364,8 +364,8 @@ def _routing_mutations() -> list[Mutation]:
         return (
             unflat(p)
             and loops(p)
-            and getattr(p.spelling, "weight", "") not in ("scatter", "onehot_sum", "onehot_einsum")
-            and (getattr(p.spelling, "find", "") != "onehot_where")
+            and getattr(p.spelling, "weight", "") not in ("scatter", "onehot_sum", "onehot_padded", "onehot_einsum")
+            and (getattr(p.spelling, "find", "") not in ("onehot_where", "onehot_padded"))
         )
 
     return [

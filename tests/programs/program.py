@@ -136,6 +136,7 @@ class Selected(_Short):
         "where",
         "nonzero_tuple",
         "onehot_where",
+        "onehot_padded",
         "any_mask",
         "any_where",
         "any_squeeze",
@@ -186,7 +187,17 @@ class Masked(_Short):
     """A loop over experts; each sees every token, and a mask or a dense routing weight picks the rows."""
 
     weight: Literal[
-        "sum_mask", "where", "scatter", "scatter_slots", "onehot_einsum", "onehot_sum", "given", "slot_loop", "mask_mul", "top1"
+        "sum_mask",
+        "where",
+        "scatter",
+        "scatter_slots",
+        "onehot_einsum",
+        "onehot_sum",
+        "onehot_padded",
+        "given",
+        "slot_loop",
+        "mask_mul",
+        "top1",
     ] = "sum_mask"
     accumulate: Literal["add", "iadd", "list_sum", "stack_sum", "stack_einsum", "stack_dim1", "add_", "cat_sum", "cat_dense"] = "add"
     hit: Literal["all", "where", "masked_fill", "chain", "replace"] = "all"
@@ -212,7 +223,7 @@ class Sorted(_Short):
 
     sort: Literal["sort", "sort_stable", "argsort", "argsort_stable"] = "sort"
     token: Literal["floordiv", "div_floor", "repeat_index"] = "floordiv"
-    counts: Literal["histc", "histc_int", "histc_first", "one_hot", "scatter_add", "compare", "stacked", "searchsorted"] = "histc"
+    counts: Literal["histc", "histc_int", "histc_first", "one_hot", "padded", "scatter_add", "compare", "stacked", "searchsorted"] = "histc"
     gemm: Literal["fallback", "private", "functional"] = "fallback"
     unsort: Literal["inverse_setitem", "argsort", "setitem", "index_copy_", "index_add_", "scatter"] = "inverse_setitem"
     weigh: Literal["before", "after"] = "before"
@@ -223,7 +234,7 @@ class Dense(_Short):
     """Every expert on every token as one batched product, combined by dense routing weights."""
 
     product: Literal["bmm", "matmul", "einsum_te", "einsum_et"] = "bmm"
-    weights: Literal["scatter", "scatter_", "scatter_slots", "onehot_sum", "onehot_einsum", "given", "gather"] = "scatter"
+    weights: Literal["scatter", "scatter_", "scatter_slots", "onehot_sum", "onehot_padded", "onehot_einsum", "given", "gather"] = "scatter"
     rows: Literal["repeat", "expand", "gather", "numbers"] = "repeat"
     combine: Literal["mul_sum", "einsum", "bmm", "scatter_add_", "index_add"] = "mul_sum"
     table: Literal["by_token", "by_expert"] = "by_token"
@@ -299,7 +310,9 @@ def _routing_rules(p: Program) -> list[Rule]:
     s, r = p.spelling, p.routing
     reads_flat = (isinstance(s, Selected) and s.find == "top1_mask") or (isinstance(s, Masked) and s.weight == "top1")
     how = getattr(s, "weights", getattr(s, "weight", ""))
-    loses_repeats = isinstance(s, Selected) and s.combine == "iadd" and s.find in ("where", "nonzero_tuple", "onehot_where")
+    loses_repeats = (
+        isinstance(s, Selected) and s.combine == "iadd" and s.find in ("where", "nonzero_tuple", "onehot_where", "onehot_padded")
+    )
     return [
         (p.top_k > p.experts, "more chosen experts than experts"),
         (r.recipe in ("argmax", "max") and p.top_k != 1, "argmax chooses one expert"),

@@ -92,12 +92,19 @@ def _find(s: Selected, ids: Tensor, weights: Tensor, hits: Tensor | None, e: int
     return tok, w[tok] if s.weigh == "summed" else WEIGH[s.weigh](weights, ids, tok, e)
 
 
+def _hits(s: Selected, ids: Tensor, experts: int) -> Tensor | None:
+    """Who chose whom, of all experts at once; ``padded``: slots of padding have a number of their own."""
+    if s.find == "onehot_padded":
+        return F.one_hot(ids, experts + 1)[..., :experts].permute(2, 1, 0)
+    return F.one_hot(ids, num_classes=experts).permute(2, 1, 0) if s.find == "onehot_where" else None
+
+
 def _by_index(s: Selected, style: Style, hooks: Hooks) -> Mix:
     gather, combine, init = GATHER[s.gather], COMBINE[s.combine], INIT[s.init]
 
     def mix(store: ExpertStore, x: Tensor, r: Routed) -> Tensor:
         out = init(x)
-        hits = F.one_hot(r.ids, num_classes=store.count).permute(2, 1, 0) if s.find == "onehot_where" else None
+        hits = _hits(s, r.ids, store.count)
         for e in hooks.experts(store.count):
             tok, w = _find(s, r.ids, r.weights, hits, e)
             w = style.last(hooks.weight(e, w))

@@ -200,6 +200,15 @@ def _features(fact: Rows, axes: Axes, part: Slice) -> Rows | None:
     return replace(fact, axes=axes, expr=part) if sum(a.kind == "f" for a in atoms(fact.axes)) == 1 else None
 
 
+def _experts(fact: Mask | Table | Counts, axes: Axes, dim: int, start: int, step: int) -> Mask | Table | Counts | None:
+    """Who chose one expert, or the first ones: ``one_hot(ids, E + 1)[..., :E]``, where slots of padding have a number of their own."""
+    if isinstance(fact, Counts) and fact.ends:
+        return None  # ``[:E]`` of the ends of E experts and a zero in front
+    if not isinstance(fact, Counts) and same(extent(axes[dim]), 1):
+        return replace(fact, axes=tuple(() if i == dim else a for i, a in enumerate(axes)), expert=start)
+    return fact.with_axes(axes) if (start, step) == (0, 1) and not isinstance(start, RowNumber) else None
+
+
 def cut(ctx: Context, node: Node, fact: Fact, dim: int, item: slice) -> Finding:
     """A slice of a dimension: nothing, one expert's column, or some features."""
     axis = fact.axes[dim]
@@ -226,9 +235,8 @@ def cut(ctx: Context, node: Node, fact: Fact, dim: int, item: slice) -> Finding:
             own = entry(node, fact, (), only.size, item.start) if length == 1 else None
             return None if own is None else own.with_axes(tuple(() if i == dim else a for i, a in enumerate(fact.axes)))
         return _features(fact, axes, Slice(node, fact.expr, start, step, length, only.size))
-    if isinstance(fact, Mask | Table) and only.kind == "e" and length == 1:
-        expert = item.start if isinstance(item.start, RowNumber) else start
-        return replace(fact, axes=tuple(() if i == dim else a for i, a in enumerate(fact.axes)), expert=expert)
+    if isinstance(fact, Mask | Table | Counts) and only.kind == "e":
+        return _experts(fact, axes, dim, item.start if isinstance(item.start, RowNumber) else start, step)
     if isinstance(fact, View) and not isinstance(fact, Column) and (only.kind, only.index, dim, length) == ("d", 0, 0, 1):
         return stacked(fact, axes, expert=item.start if isinstance(item.start, RowNumber) else start)
     one = (only.kind, dim, length) == ("d", len(fact.axes) - 1, 1) and not isinstance(item.start, RowNumber)

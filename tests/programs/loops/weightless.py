@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.programs.loops.base import E, Expert, H, I, Layer, near_miss, positive
+from tests.programs.loops.base import E, Expert, H, I, K, Layer, near_miss, positive
 
 Z = 2
 """Experts without weights."""
@@ -112,3 +112,63 @@ class MixesItsRows(_Wider):
 
     def plain(self, e: int | Tensor, x: Tensor) -> Tensor:
         return x - x.mean(0)
+
+
+class _CutOff(_Wider):
+    """Only the experts that are there: what is chosen of the last scores is nobody's."""
+
+    first = 0
+
+    def table(self, scores: Tensor) -> Tensor:
+        ids, weights = self.route(scores)
+        return (F.one_hot(ids, E + Z)[..., self.first : self.first + E] * weights[..., None]).sum(1)
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        gates, out = self.table(self.scores(x, logits)), torch.zeros_like(x)
+        for e in range(E):
+            tok = gates[:, e].nonzero()[:, 0]
+            out.index_add_(0, tok, self.expert(e, x[tok]) * gates[tok, e, None])
+        return out
+
+
+@positive
+class CutOff(_CutOff):
+    """Of the choices of tokens."""
+
+
+@positive
+class CutOffTable(_CutOff):
+    """Of a table that the choices were written to."""
+
+    def table(self, scores: Tensor) -> Tensor:
+        ids, weights = self.route(scores)
+        return torch.zeros_like(scores).scatter(1, ids, weights)[:, :E]
+
+
+@positive
+class CutOffSoftmax(_CutOff):
+    """Of a softmax over what was chosen, zero elsewhere."""
+
+    def table(self, scores: Tensor) -> Tensor:
+        values, ids = scores.topk(K, dim=-1)
+        return torch.full_like(scores, -torch.inf).scatter(1, ids, values).softmax(-1)[:, :-Z]
+
+
+@positive
+class CutOffMask(_CutOff):
+    """Of who chose whom, with as many numbers as there are scores."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(self.scores(x, logits))
+        mask, out = F.one_hot(ids, E + Z)[:, :, :E].permute(2, 1, 0), torch.zeros_like(x)
+        for row in (mask.sum(dim=(-1, -2)) > 0).nonzero():
+            slot, tok = torch.where(mask[row[0]])
+            out.index_add_(0, tok, self.expert(row[0], x[tok]) * weights[tok, slot, None])
+        return out
+
+
+@near_miss
+class CutOffInFront(_CutOff):
+    """The first scores are nobody's, so each expert's tokens are those of another number."""
+
+    first = Z
