@@ -23,6 +23,7 @@ from moefuse.pipeline import rewrite
 from moefuse.report.report import FusionReport
 from tests.programs import refused
 from tests.programs.refused.choices import (
+    AboveZero,
     Capacity,
     ExpertChoice,
     ExpertsDiffer,
@@ -424,6 +425,13 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+def test_scores_that_relu_leaves() -> None:
+    """Those are above a number, too: zero."""
+    report = FusionReport()
+    compiled(AboveZero(), Options(), report, captured=True)(torch.randn(T, H))
+    assert [(s.code, s.message) for s in report.skipped] == [("threshold", CASES["threshold"].message)]
 
 
 @pytest.mark.parametrize("wrap", [Block, lambda layer: layer], ids=["residual", "bare"])

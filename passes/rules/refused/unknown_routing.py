@@ -57,7 +57,8 @@ def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
     reported.add(source)
     first = next(iter(seen))
     mask = first.all_input_nodes[-1]
-    if above(ctx, _compared(ctx, mask)) is not None:
+    compared = _compared(ctx, mask)
+    if above(ctx, compared) is not None or _left_by_relu(ctx, compared):
         return ctx.lost("threshold", first, name=named(mask))
     return ctx.lost("tokens-differ", first, detail=f"no rule reads whose tokens {named(mask)} are")
 
@@ -73,6 +74,14 @@ def _compared(ctx: Context, node: Node) -> Node:
     while (call := ctx.calls.get(node)) is not None and call.name in _LISTS and call.args and isinstance(call.args[0], Node):
         node = call.args[0]
     return node
+
+
+def _left_by_relu(ctx: Context, node: Node) -> bool:
+    """Whether a mask, or row numbers, are of what ReLU leaves above zero."""
+    call = ctx.calls.get(node)
+    while call is not None and call.name in ("gt", "ne", "getitem", "select", "unbind") and isinstance(call.args[0], Node):
+        call = ctx.calls.get(call.args[0])
+    return call is not None and call.name == "relu"
 
 
 def _chooses(ctx: Context, node: Node, call: Call) -> bool:

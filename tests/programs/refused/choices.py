@@ -141,6 +141,19 @@ class Threshold(Layer):
         return out
 
 
+class AboveZero(Layer):
+    """Each expert takes the tokens whose score ReLU leaves (ReMoE, arXiv 2412.14711)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = F.relu(self.gate(x))
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token = scores[:, e].nonzero()[:, 0]
+            rows = x[token]
+            out = out.index_add(0, token, self.expert(e, rows) * scores[token, e, None])
+        return out
+
+
 class TokensDiffer(Layer):
     """The rows are token by token, their weights slot by slot."""
 
