@@ -29,7 +29,7 @@ from moefuse.ops.parallel import local_ids, refusing
 from moefuse.ops.schema import implement
 from moefuse.ops.spread import differentiated
 from moefuse.runtime import transports
-from moefuse.runtime.groups import Terms
+from moefuse.runtime.groups import Terms, weight_of
 from moefuse.runtime.peers import peers
 from moefuse.runtime.transports import beside
 from moefuse.runtime.transports.base import most_tokens
@@ -54,7 +54,10 @@ def _infer(*given: Any) -> Tensor:
     *packed, place, slots, terms, layer, limit = given
     known, call = Terms.parse(terms), ExpertsCall.unpack(*packed)
     tokens = call.x.shape[0]
-    with peers(known, layer, "ep_experts", [call.x, call.weights, call.ids], place) as running, refusing(running, call.ids):
+    with (
+        peers(known, layer, f"ep_experts {weight_of(terms)[1]}".rstrip(), [call.x, call.weights, call.ids], place) as running,
+        refusing(running, call.ids),
+    ):
         _, _, hidden = check_experts(call, "ep_experts")
         most = most_tokens(known, tokens)
         step = most if limit is None else tokens_of_a_round(call, known.group.size, limit)

@@ -31,7 +31,7 @@ from moefuse.ops.meaning.grad_calls import GradCall, InCall, Needs, RowsCall
 from moefuse.ops.parallel import TRAINED, local_ids, refusing
 from moefuse.ops.schema import SPREAD, implement
 from moefuse.runtime import overflow, providers, transports
-from moefuse.runtime.groups import Terms
+from moefuse.runtime.groups import Terms, of_weight, weight_of
 from moefuse.runtime.peers import peers
 from moefuse.runtime.ranks import numbers_dtype
 from moefuse.runtime.transports import beside
@@ -41,7 +41,8 @@ def _forward(*given: Any, result: bool = True) -> list[Tensor]:
     *packed, place, slots, terms, layer = given
     known, call = Terms.parse(terms), ExpertsCall.unpack(*packed)
     how = transports.transport(known)
-    with peers(known, layer, f"ep_experts {TRAINED}", [call.x, call.weights, call.ids], place) as running, refusing(running, call.ids):
+    op, rows = f"ep_experts {weight_of(of_weight(terms, TRAINED))[1]}", [call.x, call.weights, call.ids]
+    with peers(known, layer, op, rows, place) as running, refusing(running, call.ids):
         overflow.check(known)
         check_experts(call, "ep_experts")
         found = beside.forward(known, call, place, slots, result)

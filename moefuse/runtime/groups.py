@@ -114,8 +114,9 @@ class Terms:
 
 
 def of_weight(terms: str, name: str) -> str:
-    """The terms of a gather, which say of what: weights of one layer and shape are told apart by nothing else."""
-    return f"{terms}{_WEIGHT}{name}"
+    """The terms of a gather, which say of what: weights of one layer and shape are told apart by nothing else. Those of experts say what
+    these compute, on the tokens of all ranks."""
+    return f"{terms}{', ' if _WEIGHT in terms else _WEIGHT}{name}"
 
 
 def weight_of(terms: str) -> tuple[str, str]:

@@ -117,7 +117,7 @@ class Call:
         other = next((i for i, text in enumerate(said) if text != said[0]), 0)
         raise PeerError(
             f"rank {ranks[other]} runs {said[other]}, where rank {ranks[0]} runs {said[0]}: all ranks have to run the same layers in the "
-            "same order, and all compiled or all in eager mode"
+            "same order, with the same numbers in their experts, and all compiled or all in eager mode"
         )
 
 

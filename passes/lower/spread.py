@@ -21,12 +21,13 @@ from moefuse.passes.graph.named import named
 from moefuse.passes.graph.sharded import SLICES, Local, NotLocalError, gather_of, is_gathered, local_view, origin
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.ir.expr import Expr, Gate, Leaf, SharedVector, Slice, SlotWeight, Token, computed_in, walk, weight_leaves
+from moefuse.passes.ir.form import form_of
 from moefuse.passes.ir.hidden_units import Hidden, of_part
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower.alike import check_alike
 from moefuse.passes.lower.lower import BySlot, Lowered, Lowering
 from moefuse.passes.match.templates import Body
-from moefuse.runtime.groups import Terms, weight_of
+from moefuse.runtime.groups import Terms, of_weight, weight_of
 from moefuse.spec import Tier
 
 _ROUNDS = ("allgather",)
@@ -77,6 +78,10 @@ class Sharding:
     def gathers(self) -> bool:
         """Whether weights are to go to the tokens."""
         return any(Terms.parse(hop.terms).transport == "gather" for hop in self.hops)
+
+    def of(self, experts: str) -> Sharding:
+        """The same, by terms that say which experts run there: ranks whose Python numbers differ find out before tokens travel."""
+        return replace(self, hops=tuple(replace(hop, terms=of_weight(hop.terms, experts)) for hop in self.hops))
 
     def travels_by(self, *transports: str) -> bool:
         """Whether tokens take one way, which is one of these."""
@@ -160,7 +165,7 @@ class Spread(Lowering):
 
     def __init__(self, region: Region, emit: Emitter, where: Sharding, grad: bool, limit: int | None) -> None:
         super().__init__(region, emit)
-        self.where = where
+        self.where = where = where.of(f"[{form_of(region.expr)}]")
         self.grad = grad
         self.as_one = where.travels_by(*_AS_ONE) and not (grad and keeps_less(where.hops[0].terms))
         self.limit = limit if self.as_one and not grad and where.travels_by(*_ROUNDS) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import os
 import time
@@ -249,6 +250,49 @@ def programs(rank: int, how: str) -> list[float | str]:
         if text != "nothing":
             return [*found, text]
     return found
+
+
+class _Numbered(layers.Stacked):
+    """Experts that read what Python has beside them."""
+
+    number: Any = 2
+    function: Any = staticmethod(F.silu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(len(self.gate_up)):
+            token, slot = torch.where(ids == e)
+            gate, up = F.linear(x[token], self.gate_up[e]).chunk(2, -1)
+            y = F.linear(self.function(gate) * self.number * up, self.down[e])
+            out.index_add_(0, token, y * weights[token, slot, None])
+        return out
+
+
+OWN = {
+    "an int": ("number", 3, (4, 5)),
+    "a float": ("number", None, (0.5, 0.25)),  # of the first call: one that changes is an input, and the layer gathers
+    "a function": ("function", F.gelu, (F.relu, F.silu)),
+}
+"""What both ranks set after a call, and what each of them sets then, or before the first one."""
+
+
+def numbers(rank: int, what: str, transport: Any, grad: bool) -> tuple[list[float], str]:
+    """Experts whose numbers change on both ranks, alike and then not: errors of outputs, and what was raised."""
+    torch.manual_seed(0)
+    model = layers.Model(_Numbered, 3)
+    single = copy.deepcopy(model)
+    moefuse.parallelize(model, mesh(30), transport=transport)
+    run: Any = torch.compile(model, backend=capturing(Seen(), behind="aot_eager"))
+    name, both, own = OWN[what]
+    found: list[float] = []
+    for step, value in enumerate((own[rank],) if both is None else (None, both, own[rank])):
+        for at in (model.second, single.second) if value is not None else ():
+            setattr(at, name, value)
+        x = torch.randn(5 + rank, H, generator=torch.Generator().manual_seed(step * 2 + rank))
+        with torch.set_grad_enabled(grad):
+            text, _ = tried(lambda x=x: found.append((run(x) - single(x)).abs().max().item()))  # type: ignore[misc]
+    return found, text
 
 
 class _Broken(layers.Stacked):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def test_ranks_that_run_something_else(two: Workers, name: str, how: dict[str, A
         assert text.startswith("PeerError: ")
         there = "gathered gate_up of second with float32[24, 8]" if "gathers" in name else "ep_dispatch of first with float32[8], int64[2]"
         assert f"where rank 0 runs {there} (ep" in text
-        assert text.endswith("all ranks have to run the same layers in the same order, and all compiled or all in eager mode")
+        assert text.endswith("in the same order, with the same numbers in their experts, and all compiled or all in eager mode")
         assert seconds < TIMEOUT / 2
         assert (again, later) == ("nothing", True), (rank, again)
 
@@ -122,4 +123,17 @@ def test_a_break_inside_of_experts_on_one_rank(two: Workers) -> None:
         (text,) = found
         assert text.startswith("PeerError: "), text
         assert "rank 1 runs gathered gate_up of second with " in text
-        assert "where rank 0 runs ep_experts of second with " in text
+        assert re.search(r"where rank 0 runs ep_experts \[\w{8}\] of second with ", text)
+
+
+@pytest.mark.every_value
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("transport", ["allgather", "all_to_all"])
+@pytest.mark.parametrize("what", faults.OWN)
+def test_experts_with_numbers_of_a_rank(two: Workers, what: str, transport: str, grad: bool) -> None:
+    """A rank's experts run on the tokens of all, by its numbers: ranks that have others are told, and those that have the same go on."""
+    for errors, text in two.run(faults.numbers, what, transport, grad):
+        assert (len(errors), max(errors, default=0.0) <= 1e-5) == (0 if what == "a float" else 2, True)
+        assert re.search(r"PeerError: second: rank 1 runs (.*) of second with .*, where rank 0 runs ", text), text
+        assert len(set(re.findall(r" ep_\w+ (\[\w{8}\])", text))) == 2, text
+        assert text.endswith("with the same numbers in their experts, and all compiled or all in eager mode")
