@@ -113,19 +113,27 @@ def parallelize(
     warn = copies.warning_of_others(mesh)
     names = [site.layer for site in sites]
     model_number = _number(grids.values())
-    layers, wheres = [], []
-    for number, (site, place, count) in enumerate(zip(sites, places, counts, strict=True)):
-        at = grids[count]
-        way = _transport(site, transport, max_tokens, at, near[count])
+    layers: list[Layer] = []
+    wheres: dict[Hashable, Where] = {}
+    # Projections in a list each are one layer's, and move together; where ranks have slices, each has cuts of its own.
+    kinds = [
+        (site.layer, place, count, at if cuts else 0) for at, (site, place, count) in enumerate(zip(sites, places, counts, strict=True))
+    ]
+    for number, (site, place, count, kind) in enumerate(zip(sites, places, counts, kinds, strict=True)):
+        if kind in wheres:
+            continue
+        at, alike = grids[count], [one for one, other in zip(sites, kinds, strict=True) if other == kind]
+        way = _transport(alike, transport, max_tokens, at, near[count])
         promised: tuple[Any, ...] = (grads, place, count, at.copies if replicated else 1, kept, debug)
         terms = tuple(_terms(*each, way, at_most, *promised) for *each, at_most in zip(hops, at.names, whose, mosts, strict=False))
         slices = Slices(terms[-1].text, cuts[number]) if cuts else None
-        name = site.layer if names.count(site.layer) == 1 and site.layer else site.name
+        name = site.layer if names.count(site.layer) == len(alike) and site.layer else site.name
         on_gradient = copies.averaging(name, at) if terms[0].averages else warn
-        wheres.append(Where(at.mesh, place, terms[0].text if hops[0] == "ep" else "", slices, name, replicated, on_gradient, model_number))
-        layers.append(Layer(name, place, wheres[-1].mine, terms))
+        here = Where(at.mesh, place, terms[0].text if hops[0] == "ep" else "", slices, name, replicated, on_gradient, model_number)
+        wheres[kind] = here
+        layers.append(Layer(name, place, here.mine, terms))
     with all_or_nothing(model):
-        held = _spread(model, sites, wheres)
+        held = _spread(model, sites, [wheres[kind] for kind in kinds])
         saving_whole(model, mesh)
         setattr(model, ON_META, (*getattr(model, ON_META, ()), *_on_meta(model)))
         for layer in layers:
@@ -166,12 +174,12 @@ def _shares(at: Grid, most: object) -> bool:
     return symm.available(groups.group(at.names[0]), torch.device("cuda", torch.cuda.current_device()))
 
 
-def _transport(site: Site, wanted: str, most: object, at: Grid, shares: bool) -> str:
+def _transport(sites: Sequence[Site], wanted: str, most: object, at: Grid, shares: bool) -> str:
     """The transport of distinct tokens for a layer: what the user wants, or what measured constants speak for."""
     if wanted != "auto":
         return wanted
-    parameters = list(parameters_of(site))
-    row = (site.widths[0] if site.widths else 0) * parameters[0].dtype.itemsize
+    parameters = [parameter for site in sites for parameter in parameters_of(site)]
+    row = (sites[0].widths[0] if sites[0].widths else 0) * parameters[0].dtype.itemsize
     size, group = sum(p.numel() * p.dtype.itemsize for p in parameters), groups.group(at.names[0])
     return cheapest(most if isinstance(most, int) else None, row, size, group.size, group.spans, shares)
 

@@ -46,7 +46,10 @@ def planned(modules: Iterable[nn.Module], load: Load, enough: float) -> list[Bal
     Raises:
         ParallelError: on all ranks, if one of them refuses, or none has a load of any layer.
     """
-    spread = {module: held for module in dict.fromkeys(modules) if (held := held_of(module)) is not None and held.where.terms}
+    every = {module: held for module in dict.fromkeys(modules) if (held := held_of(module)) is not None and held.where.terms}
+    # Of a layer that has its projections in several modules, the first.
+    first = {id(held.where): module for module, held in reversed(every.items())}
+    spread = {module: held for module, held in every.items() if first[id(held.where)] is module}
     refused, counts = "", {}
     try:
         load = _named_as(load, [held.where.layer for held in spread.values()])
@@ -64,7 +67,7 @@ def planned(modules: Iterable[nn.Module], load: Load, enough: float) -> list[Bal
     found = []
     for module, (total, calls) in told.items():
         where = spread[module].where
-        work = work_of(total, calls, *_expert(module, spread[module]))
+        work = work_of(total, calls, *_expert({one: held for one, held in every.items() if held.where is where}))
         placement = balanced(where.placement, work, enough)
         if placement is not where.placement:
             found.append(Balanced(where, placement, unbalance(where.placement, work), unbalance(placement, work)))
@@ -180,9 +183,9 @@ def _told(where: Where, counts: Tensor | None) -> Tensor:
     return told
 
 
-def _expert(module: nn.Module, held: Held) -> tuple[int, int]:
+def _expert(holders: Mapping[nn.Module, Held]) -> tuple[int, int]:
     """(numbers, bytes of one) of an expert on a rank."""
-    locals_: list[Any] = [module._parameters[name] for name in held.names.values()]
+    locals_: list[Any] = [module._parameters[name] for module, held in holders.items() for name in held.names.values()]
     rows = [p.to_local() for p in locals_]
     return sum(math.prod(row.shape[1:]) for row in rows), max(row.dtype.itemsize for row in rows)
 

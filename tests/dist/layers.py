@@ -117,6 +117,49 @@ class Listed(Routed):
         return out
 
 
+class ByProjection(Routed):
+    """A list for each projection."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.up, self.down = (nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in range(experts)) for sizes in ((H, I), (I, H)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(len(self.up)):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.down[e](F.gelu(self.up[e](x[token]))) * weights[token, slot, None])
+        return out
+
+
+class Projection(nn.Module):
+    """One of all experts, on rows in their order."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, outputs, inputs) / 3)
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        return torch.cat([F.linear(some, w) for some, w in zip(rows.split(counts), self.weight, strict=True)])
+
+
+class ByModule(Routed):
+    """A module of stacked weights for each projection, as in JetMoe."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.up, self.down = Projection(experts, H, I), Projection(experts, I, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        order = ids.flatten().argsort(stable=True)
+        counts = ids.flatten().bincount(minlength=len(self.up.weight)).tolist()
+        token = order // ids.shape[1]
+        y = self.down(F.gelu(self.up(x[token], counts)), counts) * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, token, y)
+
+
 class Distinct(Listed):
     """A loop over the ids that occur, as numbers."""
 

@@ -17,7 +17,7 @@ from tests.dist.workers import Workers
     ids=str,
 )
 @pytest.mark.every_value
-@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed, layers.ByProjection, layers.ByModule])
 def test_moved(two: Workers, kind: type[nn.Module], how: dict[str, Any]) -> None:
     found = two.run(balanced.moved, kind, how)
     assert found[0]["places"] == found[1]["places"]

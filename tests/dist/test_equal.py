@@ -17,6 +17,9 @@ CASES = {
     # Each case says why it is there.
     "stacked, uneven": Case(layers.Stacked, (5, 7)),
     "a list of modules": Case(layers.Listed, (6, 4)),
+    "a list for each projection": Case(layers.ByProjection, (6, 4)),
+    "a module for each projection": Case(layers.ByModule, (6, 4), how=EXACT),
+    "a module for each projection, round robin": Case(layers.ByModule, (6, 4), how={"placement": "round_robin"}, train=False),
     "transposed, biases, dense": Case(layers.Transposed, (5, 7)),
     "grouped products": Case(layers.Grouped, (5, 7)),
     "a shared expert": Case(layers.Shared, (5, 7)),
