@@ -188,7 +188,7 @@ def held(rank: int, kind: str) -> tuple[float, list[str], list[str]]:
     moefuse.parallelize(model, scenes.mesh())
     x = torch.randn(5 + 2 * rank, fp8.H, generator=torch.Generator().manual_seed(rank)).bfloat16()
     with torch.no_grad():
-        out = torch.compile(model, backend=capturing(seen, behind="aot_eager"))(x).double()
-        wanted = torch.compile(single, backend=capturing(Seen(), behind="aot_eager"))(x).double()
+        out = torch.compile(model, backend=capturing(seen, behind=scenes.BEHIND))(x).double()
+        wanted = torch.compile(single, backend=capturing(Seen(), behind=scenes.BEHIND))(x).double()
     off = ((out - wanted).abs().max() / wanted.abs().max()).item()
     return off, [f.spec.encoding for f in seen.report.fused], [s.code for s in seen.report.skipped]

@@ -10,7 +10,7 @@ from torch import nn
 
 import moefuse
 from tests.cpu.capture_case import Seen, capturing
-from tests.dist import faults, layers
+from tests.dist import faults, layers, scenes
 
 E = 4
 
@@ -52,7 +52,7 @@ def _tried(call: Callable[[], Any]) -> str:
 
 
 def _run(model: nn.Module) -> Any:
-    return torch.compile(model, backend=capturing(Seen(), behind="aot_eager"))
+    return torch.compile(model, backend=capturing(Seen(), behind=scenes.BEHIND))
 
 
 def _models(*kinds: type[nn.Module]) -> list[nn.Module]:

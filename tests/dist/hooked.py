@@ -207,7 +207,7 @@ def comes_and_goes(rank: int, counts: tuple[int, ...]) -> tuple[list[float], lis
     """A model is compiled, gets a hook, and loses it: the error of each step, and what was compiled for it with experts fused."""
     model, single = scenes.both(Skipping, E)
     seen = Seen()
-    run = torch.compile(model, backend=capturing(seen, behind="aot_eager"))
+    run = torch.compile(model, backend=capturing(seen, behind=scenes.BEHIND))
     worst, fused = [], []
     for step, hook in enumerate(("none", "doubles", "doubles", "none", "none")):
         taken = [_put(hook, each) for each in (model, single)]
@@ -234,7 +234,7 @@ def one_graph(rank: int) -> str:
     """What ``fullgraph=True`` says of a hook."""
     model, _ = scenes.both(Skipping, E)
     _put("records", model)
-    run = torch.compile(model, backend=capturing(Seen(), behind="aot_eager"), fullgraph=True)
+    run = torch.compile(model, backend=capturing(Seen(), behind=scenes.BEHIND), fullgraph=True)
     try:
         run(torch.randn(5 * rank, layers.H))
     except torch._dynamo.exc.Unsupported as error:

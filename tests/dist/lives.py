@@ -82,7 +82,7 @@ def copied(rank: int, kind: type[nn.Module]) -> float:
         for parameter in model.parameters():
             _local(parameter).zero_()
     seen = Seen()
-    run = torch.compile(other, backend=capturing(seen, behind="aot_eager"))
+    run = torch.compile(other, backend=capturing(seen, behind=scenes.BEHIND))
     off = [_step(run, single, rank), *_gradients(other, single)]
     assert all(p.grad is None for p in model.parameters())
     assert len(seen.report.fused) == 2

@@ -26,15 +26,18 @@ from moefuse.runtime import collectives
 from tests.cheap import without_code
 from tests.cpu.capture_case import Seen, capturing
 from tests.dist import faults, layers
+from tests.strategies import THOROUGH
 
 E, STEPS = 4, 2
+BEHIND = "aot_eager" if THOROUGH else "eager"
+"""What runs a graph where AOTAutograd decides nothing: it took half of the time."""
 
 
 def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))["ep"]
 
 
-def compiled(model: nn.Module, behind: str = "aot_eager") -> Any:
+def compiled(model: nn.Module, behind: str = BEHIND) -> Any:
     return torch.compile(model, backend=capturing(Seen(), behind=behind))
 
 
@@ -58,7 +61,7 @@ def average(model: nn.Module) -> None:
 def training(rank: int, kind: type[nn.Module], experts: int = E) -> tuple[float, float]:
     """(largest relative difference of the norms of gradients, of outputs) over steps with clipping, AdamW and two micro-batches."""
     model, single = both(kind, experts)
-    run = compiled(model)
+    run = compiled(model, "aot_eager")
     # torch's foreach implementation refuses Parameters of two kinds.
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (model, single)]
     generator = torch.Generator().manual_seed(3)
@@ -173,7 +176,7 @@ def sizes_as_symbols(rank: int, kind: type[nn.Module]) -> tuple[float, int, list
     plan = moefuse.parallelize(model, mesh())
     fully_shard(model, mesh=mesh(), ignored_params=plan.parameters)
     run, worst = torch.compile(model, backend="moefuse", dynamic=True), 0.0
-    with torch.no_grad(), contextlib.nullcontext() if kind is layers.Stacked else codeless():
+    with torch.no_grad(), codeless():
         for tokens in (5, 7, 9):
             x = torch.randn(tokens + rank, layers.H)
             worst = max(worst, (run(x) - single(x)).abs().max().item())
@@ -214,7 +217,7 @@ def different_programs(rank: int) -> list[float]:
             torch._dynamo.graph_break()
         return model.second(model.norm(x)) + x  # type: ignore[operator]
 
-    run = torch.compile(broken, backend=capturing(Seen(), behind="aot_eager"))
+    run = torch.compile(broken, backend=capturing(Seen(), behind=BEHIND))
     worst = []
     for step, counts in enumerate(((4, 9), (7, 2), (4, 0), (0, 5), (1, 1))):
         if rank == 0 and step == 0:
@@ -241,7 +244,7 @@ def raising(rank: int) -> str:
 
     try:
         with torch.no_grad():
-            torch.compile(broken, backend=capturing(Seen(), behind="aot_eager"))(torch.randn(4, layers.H))
+            torch.compile(broken, backend=capturing(Seen(), behind=BEHIND))(torch.randn(4, layers.H))
     except moefuse.PeerError as error:
         return f"PeerError: {error}"
     except ValueError as error:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist import adapters
+from tests.dist import adapters, scenes
 from tests.dist.workers import Workers
 
 CASES = {
     # name: (adapters before parallelize, behind which compiler, whether gradients are taken)
     "trained, before": (True, "aot_eager", True),
-    "trained, behind": (False, "aot_eager", True),
-    "inference": (True, "aot_eager", False),
+    "trained, behind": (False, scenes.BEHIND, True),
+    "inference": (True, scenes.BEHIND, False),
     "as written, before": (True, None, True),
     "as written, behind": (False, None, True),
 }

@@ -20,7 +20,7 @@ from tests.dist.workers import Workers
 KINDS = [layers.Stacked, layers.Listed]
 
 
-@pytest.mark.every_value(2)
+@pytest.mark.every_value
 @pytest.mark.parametrize("backend", ["moefuse", "eager"])
 @pytest.mark.parametrize("change", changed.CHANGES)
 @pytest.mark.parametrize("kind", KINDS)

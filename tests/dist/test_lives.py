@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from tests.dist import drawn, layers, lives
+from tests.dist import drawn, layers, lives, scenes
 from tests.dist.workers import Workers
 
 FROZEN = {
@@ -50,7 +50,7 @@ def test_a_bias_beside_slices_and_replicas(two: Workers, grads: str) -> None:
     """It is whole on every rank: what experts' gradients are multiplied by, for replicas that are averaged, is taken back of its own."""
     how = {"tokens": "replicated", "experts": ("dp", "tp"), "grads": grads}
     case = drawn.Drawn("biased", "softmax", "nothing", 2, 2, (5, 7), "uniform", how, "float64", "train", 1, (2, 1))
-    for found in two.run(drawn.run, case):
+    for found in two.run(drawn.run, case, scenes.BEHIND):
         assert (found.wrong, found.fused, found.skipped) == ([], 1, [])
 
 

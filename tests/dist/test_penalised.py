@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind.__name__}-{case.penalty}-{case.how}-{case.tokens}")
 def test_penalties(two: Workers, case: Case) -> None:
     """The layers' tokens travel, the loss and all gradients are those of one process, and ``strict`` has nothing to say."""
@@ -67,11 +68,22 @@ NO_LAYERS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", NO_LAYERS)
+ALONE = "behind a break"
+
+
+@pytest.mark.parametrize("name", [ALONE, *(pytest.param(name, marks=pytest.mark.thorough) for name in NO_LAYERS if name != ALONE)])
 def test_no_layers(mesh: DeviceMesh, name: str) -> None:
     report = told(mesh, NO_LAYERS[name])
     assert (report.layers, report.skipped) == ((2, 2), []), report
     assert any("by no layer" in note for note in report.notes), report
+
+
+def test_no_layers_at_once(mesh: DeviceMesh) -> None:
+    """In one graph, with a note for each line that reads weights."""
+    report = told(mesh, lambda model, x: [more(model, x) for name, more in NO_LAYERS.items() if name != ALONE])
+    assert (report.layers, report.skipped) == ((2, 2), []), report
+    lines = {line for note in report.notes if "by no layer" in note for line in re.findall(r"test_penalised\.py:\d+", note)}
+    assert len(lines) == len(NO_LAYERS) - 1, report
 
 
 def merged(model: Any, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from tests.dist.workers import Groups
 from tests.strategies import THOROUGH
 
 WORLD = 4 if THOROUGH else 2
-FEW = hypothesis.settings(parent=hypothesis.settings.default, max_examples=150 if THOROUGH else 7)
+FEW = hypothesis.settings(parent=hypothesis.settings.default, max_examples=150 if THOROUGH else 5)
 
 
 def test_programs_as_on_one_process(groups: Groups) -> None:
