@@ -70,7 +70,7 @@ def run(rank: int, kind: type[nn.Module], change: str, backend: str) -> tuple[fl
     """Relative differences from one process, before and after the change; what changes in place is read by Inductor's code, too."""
     if change == "in place" and (THOROUGH or (backend, kind) == ("moefuse", layers.Stacked)):
         return _run(rank, kind, change, backend)
-    with scenes.codeless():
+    with scenes.codeless() if THOROUGH else scenes.as_traced():
         return _run(rank, kind, change, backend)
 
 

@@ -164,6 +164,11 @@ def shared_beside(rank: int, how: dict[str, Any], tokens: tuple[int, int], code:
     return worst, [fused.shared for fused in report.fused], started.call_count
 
 
+def as_traced() -> contextlib.AbstractContextManager[Any]:
+    """Graphs run as moefuse rewrote them."""
+    return mock.patch.object(_torch_private, "compile_fx", lambda gm, *_: lambda *args: gm.forward(*args))
+
+
 def codeless() -> contextlib.AbstractContextManager[Any]:
     """All of Inductor but its code."""
     return mock.patch.object(_torch_private, "compile_fx", without_code)

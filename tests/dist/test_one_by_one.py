@@ -119,7 +119,7 @@ def test_a_fused_layer_is_not_told_as_missed(
     assert not [record for record in caplog.records if record.name.startswith("moefuse") and record.levelno >= logging.WARNING]
 
 
-@pytest.mark.every_value(2)
+@pytest.mark.every_value
 @pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("order", ["spread", "compile", "compile, call"])

@@ -117,6 +117,7 @@ LAYERS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(mesh: DeviceMesh, name: str) -> None:
     """What tokens come to is refused, as before."""

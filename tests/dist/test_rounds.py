@@ -8,6 +8,7 @@ from torch import nn
 from tests.dist import equal, layers, rounds
 from tests.dist.equal import Case
 from tests.dist.workers import Workers
+from tests.strategies import THOROUGH
 
 
 def test_rounds_of_four_ranks(four: Workers) -> None:
@@ -58,7 +59,7 @@ def test_all_at_once(two: Workers, kind: type[nn.Module], case: Case) -> None:
 
 def test_through_inductor(two: Workers) -> None:
     """A rank without tokens goes its rounds, though nothing reads what it gets."""
-    for found in two.run(rounds.limited, Case(layers.Stacked, (9, 0), train=False, behind="inductor")):
+    for found in two.run(rounds.limited, Case(layers.Stacked, (9, 0), train=False, behind="inductor" if THOROUGH else "front")):
         assert found.worst <= 2e-6, found
         assert found.ops["moefuse.ep_experts.default"] == 2
 

@@ -22,6 +22,7 @@ CASES += [pytest.param("tokens", how, marks=pytest.mark.thorough) for how in ("m
 CASES += [("router", "most known"), ("experts", "most known"), ("router or tokens", "exact splits")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "how"), CASES)
 def test_right(two: Workers, name: str, how: str) -> None:
     assert max(two.run(wanting.trained, name, HOW[how])) <= 1e-6
