@@ -80,10 +80,12 @@ def _cover(items: list[pytest.Item]) -> None:
 
 
 def _without_code(items: list[pytest.Item]) -> None:
-    """Let the first case of a test that runs have Inductor's code, and leave the others without."""
+    """Let the first case of a test that runs have Inductor's code, or none where others have it, and leave the rest without."""
+    without = [item for item in items if item.get_closest_marker("code_elsewhere")]
     for some in _families(items, "code_once"):
-        for item in [item for item in some if item.get_closest_marker("skip") is None][1:]:
-            item.fixturenames = [*item.fixturenames, "no_code"]  # type: ignore[attr-defined]  # cases of a test share the list
+        without += [item for item in some if item.get_closest_marker("skip") is None][1:]
+    for item in without:
+        item.fixturenames = [*item.fixturenames, "no_code"]  # type: ignore[attr-defined]  # cases of a test share the list
 
 
 def _rows(item: Any, strength: int) -> set[tuple[tuple[int, ...], ...]]:

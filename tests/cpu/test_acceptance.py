@@ -69,6 +69,7 @@ def swapped(model: nn.Module) -> None:
         layer.experts[3].up = nn.Linear(layer.experts[3].up.in_features, layer.experts[3].up.out_features)  # type: ignore[union-attr, index]
 
 
+@pytest.mark.code_elsewhere
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_weights_are_never_stale() -> None:
     """One compiled model through all of them in turn."""
@@ -141,6 +142,7 @@ class NearlyTied(nn.Module):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
+@pytest.mark.code_elsewhere
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_checkpoint_computes_the_same_choice_again() -> None:
     """Recomputed shapes do not depend on the choice, so `CheckpointError` cannot come, and gradients are those of what was chosen."""

@@ -80,7 +80,7 @@ def same_gradients(got: nn.Module, expected: nn.Module) -> None:
 # --- what the caller does with saved tensors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.code_once
+@pytest.mark.code_elsewhere
 @pytest.mark.parametrize("kind", LAYERS)
 def test_checkpoint_of_a_compiled_layer(kind: Callable[[], nn.Module]) -> None:
     """Its first forward counts the tensors that are saved, and the second one, which compiles nothing, has to save as many."""

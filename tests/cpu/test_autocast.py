@@ -157,7 +157,7 @@ def _step(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, autocas
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.code_once
+@pytest.mark.code_elsewhere
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", MIXED)
 def test_mixed(name: str) -> None:

@@ -90,6 +90,7 @@ BY_SLOT = [Program(), Program(spelling=Slots())]
 BY_ORDER = [Program(spelling=Selected(find="any_mask", combine="set_sum")), Program(spelling=Sorted())]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layers", "shared"),
     [(SHARED, True), (MASKED, False), (MASKED, True), (BY_SLOT, False), (BY_ORDER, False)],

@@ -34,7 +34,8 @@ for options in every:
     expected = model(x)
     compiled = torch.compile(model, backend="moefuse", options=options)
     torch.testing.assert_close(compiled(x), expected)
-    compiled(x).sum().backward()
+    if not options:
+        compiled(x).sum().backward()
     hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
     found.append([len(moefuse.last_report().fused), hits])
 print(json.dumps(found))

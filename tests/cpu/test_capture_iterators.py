@@ -97,6 +97,7 @@ def test_taken_from_before(old: str, take: str) -> None:
     assert not _run(OLD[old], TAKES[take]).report.fused
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("new", NEW)
 def test_made_in_the_iteration(new: str) -> None:
     seen = _run(lambda: None, NEW[new])

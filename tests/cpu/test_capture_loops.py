@@ -47,7 +47,7 @@ ALONE = {
 GENERATED = [pytest.param(generated.layer(loop), id=name, marks=NEEDS_2_12) for name, loop in ALONE.items()]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("cls", [*(pytest.param(c, id=n, marks=NEEDS_2_12 if n in OLD else ()) for n, c in POSITIVE.items()), *GENERATED])
 def test_a_loop_is_one_graph_and_fused(cls: type[Layer]) -> None:
     seen = check(cls)
@@ -74,7 +74,7 @@ def test_two_layers_whose_sum_is_taken_stay_two(cls: type[Layer]) -> None:
     assert len(seen.report.fused) == 2, str(seen.report)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("cls", NEAR_MISS.values(), ids=NEAR_MISS)
 def test_what_only_looks_like_one_runs_as_without_moefuse(cls: type[Layer], capsys: pytest.CaptureFixture[str]) -> None:
     """Values, gradients and Python's state equal eager's; nothing is fused; Dynamo breaks the graph where it always did."""
@@ -94,7 +94,7 @@ TWISTED = [
 ]
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("loop", [loop for loop in TWISTED if generated.sensible(loop)], ids=lambda p: f"{p.over or p.cut}-{p.twist}")
 def test_every_twist_computes_what_it_says(loop: Loop) -> None:
     """Some are fused all the same (another routing, a sum that a number scales); all others break the graph where they always did."""

@@ -90,6 +90,7 @@ def test_two_rows_are_traced(traced: list[int]) -> None:
     assert not seen.graphs[0].graph.find_nodes(op="call_function", target=keep)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("compile_kwargs", [{"fullgraph": True}, {"dynamic": True}], ids=str)
 def test_ways_to_compile(traced: list[int], compile_kwargs: dict[str, bool], grad: bool) -> None:
@@ -322,6 +323,7 @@ WRONG_IN_DYNAMO = (ReadsIdentity, KeyOfADict, MemberOfAList, GetsByKey, UsesId, 
 """Behind the graph break Dynamo compiles the body once and runs it for every expert: there is no right result to compare with."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cls", [cls for cls in BODIES if cls not in WRONG_IN_DYNAMO])
 def test_values_are_eagers(cls: type[Loop]) -> None:
     check(cls)

@@ -49,6 +49,7 @@ class Around(nn.Module):
         return x
 
 
+@pytest.mark.code_elsewhere
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_one_graph_for_all_layers_and_sizes(kind: type[nn.Module]) -> None:
     model = Around(kind)

@@ -141,6 +141,7 @@ def test_one_layer_in_many_calls() -> None:
     assert (len(report.fused), report.layers) == (1, (1, 1))
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("first", [False, True])
 def test_a_layer_that_is_fused_in_one_mode_only(around: bool, first: bool) -> None:

@@ -16,6 +16,7 @@ from moefuse import Options
 from tests.cpu.dropout_case import KINDS, E, H, Layer, Loop, Masked, P, Stacked, Weightless, compiled, drawn_at
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [*KINDS, Stacked])
 def test_each_element_is_drawn(kind: type[Layer]) -> None:
     """One expert a token: out is zero, or twice what it is without dropout."""
@@ -33,6 +34,7 @@ def test_each_element_is_drawn(kind: type[Layer]) -> None:
     assert len(kept.unique(dim=0)) == len(kept)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("where", ["last", "first"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_slots_of_a_token_draw_for_themselves(kind: type[Layer], where: str) -> None:
@@ -83,6 +85,7 @@ def test_gradients_are_of_the_draw(kind: type[Layer], where: str) -> None:
     assert not seen.report.skipped
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_dropout_is_one_draw(kind: type[Layer]) -> None:
     """Gate and up projection of equal weights read the same row: ``silu(u) * u`` is nowhere negative, as it would be of two draws."""

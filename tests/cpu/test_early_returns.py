@@ -101,7 +101,7 @@ class Layer(nn.Module):
         return out
 
 
-@pytest.mark.code_once
+@pytest.mark.code_elsewhere
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [Expert, Sized, Itself, Inner])
 def test_they_are_fused(make: type[nn.Module]) -> None:
@@ -118,6 +118,7 @@ def test_they_are_fused(make: type[nn.Module]) -> None:
         assert not tokens or (report.graph_count, len(report.fused), report.graph_breaks) == (1, 1, []), f"{tokens} {report}"
 
 
+@pytest.mark.code_elsewhere
 def test_gradients() -> None:
     """Those of tokens and of experts with tokens are the program's; others are zeros, as in all loops."""
     model = Layer(Sized)
@@ -134,7 +135,7 @@ def test_gradients() -> None:
     assert len(report.fused) == 1, str(report)
 
 
-@pytest.mark.code_once
+@pytest.mark.code_elsewhere
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [One, None_, Written])
 def test_others_run_as_they_did(make: type[nn.Module]) -> None:

@@ -80,7 +80,11 @@ def test_each_defence_is_enough(name: str, defence: str) -> None:
     assert defence != "last look" or "effects-differ" in found.codes
 
 
-@pytest.mark.parametrize("name", FOUND)
+LONG = "columns, compiled for any number"
+"""Beside the same for one number."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.thorough) if name == LONG else name for name in FOUND])
 def test_what_was_wrong_once(name: str) -> None:
     """Two calls, between which parameters change: everything that a user can see of them is eager's, and as much is fused as can be."""
     case = FOUND[name]

@@ -124,6 +124,7 @@ def test_it_looks_under_a_compilation(how: str, stub_driver: StubDriver) -> None
     assert len(graphs) == before, "what was compiled must still be there"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", [Dense(), Breaks(), Branches(), Loops()], ids=lambda model: type(model).__name__)
 def test_it_leaves_no_trace(model: torch.nn.Module, stub_driver: StubDriver) -> None:
     graphs, backend = recording()

@@ -198,6 +198,7 @@ def test_it_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
     assert len(report.fused) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "broken", ["report.history.record", "report.report.FusionReport.__str__", "pipeline.publish._log_line", "diagnosis.missed_layers.watch"]
 )

@@ -69,6 +69,7 @@ def _same_weights() -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("verify", ["off", "probe"])
 @pytest.mark.parametrize("add", [added, read_so, put], ids=lambda f: f.__name__)
 def test_all_features_of_a_row(add: Callable[[Tensor, Tensor, Tensor, Expert], None], verify: str) -> None:

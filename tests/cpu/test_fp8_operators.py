@@ -398,6 +398,7 @@ def test_another_rounding_is_seen(wrong: str, dtype: torch.dtype, monkeypatch: p
     assert [s.code for s in compiled.report.skipped] == ["verification-failed"], str(compiled.report)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", APART)
 def test_what_is_right_is_never_refused(dtype: torch.dtype, seed: int) -> None:

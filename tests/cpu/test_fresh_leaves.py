@@ -141,6 +141,7 @@ class Hooked(Layer):
     seen: list[float] = []  # noqa: RUF012  (one for a model and its copy, which each add to it)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("cls", [Returns, ReturnsView, Keeps])
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_leaf_that_the_program_can_reach_is_left_to_torch(cls: type[Layer], grad: bool) -> None:

@@ -162,6 +162,7 @@ def routes(model: nn.Module, x: Tensor, dynamic: bool = False) -> tuple[Tensor, 
     return out, found, report.notes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("route", FUSED)
 def test_a_router_is_one_op(route: Callable[..., Routed]) -> None:
     model, x = Layer(route), torch.randn(T, H, generator=torch.Generator().manual_seed(5))

@@ -153,6 +153,7 @@ def test_another_default_device() -> None:
     assert len(compiled.ops) == 1, str(compiled.report)
 
 
+@pytest.mark.code_elsewhere
 def test_gradients_of_tokens() -> None:
     """The base is frozen, tokens and the router are not."""
     model = Loop(KINDS["int8"], torch.float32)

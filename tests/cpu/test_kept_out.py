@@ -63,6 +63,7 @@ def _layers() -> tuple[int, int]:
     return report.layers
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("around", AROUND)
 def test_the_first_call_is_told_and_takes_nothing_from_later_ones(around: str) -> None:
     model: nn.Module = Masked()

@@ -116,7 +116,7 @@ KINKS: dict[str, tuple[Activation, str]] = {  # and what is reported; "" where i
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zeros", [False, True], ids=["whole numbers", "zero weights"])
 @pytest.mark.parametrize("name", KINKS)
 def test_gradients_at_kinks(name: str, zeros: bool) -> None:

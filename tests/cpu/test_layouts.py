@@ -38,6 +38,7 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_that_are_read_through_another_order(name: str) -> None:
     flat, shape = LAYOUTS[name]

@@ -41,6 +41,7 @@ class Layer(nn.Module):
         return self.op(torch.zeros_like(x), token.view(-1, 1).expand(-1, H), y * weights.view(-1)[order][:, None])
 
 
+@pytest.mark.every_value
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("by_expert", [True, False])

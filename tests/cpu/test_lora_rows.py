@@ -77,7 +77,7 @@ def close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None
         assert float((mine.double() - theirs.double()).norm()) <= tolerance * float(theirs.double().norm())
 
 
-@pytest.mark.code_once
+@pytest.mark.code_elsewhere
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("rank", [4, 3])
 def test_float32_adapters_beside_a_bfloat16_base(rank: int) -> None:
@@ -258,6 +258,7 @@ def test_ranks_that_differ() -> None:
     assert {s.code for s in moefuse.last_report().skipped} == {"experts-differ"}
 
 
+@pytest.mark.code_elsewhere
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_one_op_with_terms_in_float32() -> None:
     """Adapters that start with B = 0 are proved on other values, so the first step of an optimizer changes nothing but numbers."""
@@ -358,7 +359,7 @@ def shared(domain: str, x: Tensor, ids: Tensor, w: Tensor, a: Tensor, b: Tensor)
     return torch.einsum(f"{rows},tkoh->tko", x, w[ids]) + 1.5 * torch.einsum(f"{rows.replace('h', 'r')},tkor->tko", x @ a.T, b[ids])
 
 
-@pytest.mark.code_once
+@pytest.mark.code_elsewhere
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("domain", ["dense", "slots", "repeated"])
 def test_one_a_for_all_experts(domain: str) -> None:

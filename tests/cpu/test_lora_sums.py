@@ -83,6 +83,7 @@ def test_taken_apart(name: str, dense: bool) -> None:
 WHICH = [pytest.param(which, id=f"of {which}") for which in ((0, 1, 2), (1, 2), (0, 2), (0,), (2,))]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("which", WHICH)
 def test_adapters_of_some_experts(which: tuple[int, ...]) -> None:
     """Whether the first has one or not: the others have zeros in their place, which nobody else sees."""
@@ -92,6 +93,7 @@ def test_adapters_of_some_experts(which: tuple[int, ...]) -> None:
     assert (found.ranks, found.large, found.report.notes) == ((R,), [], [])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("which", WHICH)
 def test_adapters_of_some_rows(which: tuple[int, ...]) -> None:
     """Rows of stacks, to some of which a term is added; and where what is added is no term, they are sums that are made."""
@@ -135,6 +137,7 @@ def _memory(sums: int) -> str:
     return f"is made in each call ({sums * H * INNER * 4 / 2**20:.2g} MiB) at "
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("which", WHICH)
 def test_sums_of_some_experts_are_told(which: tuple[int, ...]) -> None:
     """The note does not hang on the first expert, and says how much all of them are together, on both projections."""
@@ -212,6 +215,7 @@ MADE: dict[str, tuple[Spelling, str]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MADE)
 def test_a_sum_that_is_made_is_told(name: str) -> None:
     """With the line, and the reason; the layer is fused on the sum."""

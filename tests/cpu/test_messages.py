@@ -193,6 +193,7 @@ def _fresh(fresh_dynamo: None, as_traced: None) -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
 def test_what_is_said_is_what_is_in_the_way(kind: type[Layer]) -> None:
     code, text = CASES[kind]

@@ -141,6 +141,7 @@ WAYS: dict[str, tuple[Callable[[], Callable[..., Any]], list[str]]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_names_are_those_of_named_modules(way: str) -> None:
     make, expected = WAYS[way]

@@ -189,6 +189,7 @@ REFUSED: dict[str, tuple[Callable[[], Layer], str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_one_reason_and_the_true_one(name: str) -> None:
     torch.manual_seed(0)

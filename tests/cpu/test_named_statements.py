@@ -164,6 +164,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cls", CASES, ids=lambda c: c.__name__)
 def test_the_statement_is_named(cls: type[nn.Module]) -> None:
     torch.manual_seed(0)

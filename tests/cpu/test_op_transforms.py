@@ -119,6 +119,7 @@ FUNCTIONS: dict[str, Callable[[], tuple[Callable[..., Any], list[Tensor]]]] = {
 } | {name: lambda name=name: _grouped(name) for name in GROUPED}  # type: ignore[misc]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_derivatives_of_every_kind(name: str) -> None:
     """Backward and forward, one by one and in batches, and of the gradients again; each against differences."""

@@ -65,6 +65,7 @@ def test_another_experts_column(top_k: int) -> None:
     assert (outcome.fused, [s.code for s in outcome.skipped]) == ([], ["experts-differ"])
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("at_once", [False, True])
 def test_one_column_for_all_experts(at_once: bool, top_k: int) -> None:

@@ -73,6 +73,7 @@ EQUAL: list[tuple[str, str, Domain]] = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("held", "equal", "domain"), EQUAL)
 def test_experts_that_are_equal(held: str, equal: str, domain: Domain) -> None:
     """As from one dense layer, or fresh: verification moves codes then, which float8 has no arithmetic for."""

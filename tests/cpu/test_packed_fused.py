@@ -98,7 +98,7 @@ def test_storage_is_live() -> None:
     assert len(compiled.graphs) == 1
 
 
-@pytest.mark.code_once
+@pytest.mark.code_elsewhere
 @pytest.mark.parametrize("spelling", ["channel", "levels"])
 def test_gradients_of_tokens(spelling: str) -> None:
     """A frozen base: tokens and the router have gradients, and the op is differentiated."""

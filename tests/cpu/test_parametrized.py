@@ -304,6 +304,7 @@ def both(body: Callable[[Model, Tensor], Any], kind: type[nn.Module] = Scaled) -
     return model, seen, run(torch.compile(model, backend=capturing(seen)), model), expected
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("body", ONE_GRAPH, ids=lambda f: f.__name__)
 def test_one_graph(body: Callable[[Model, Tensor], Any]) -> None:
     """Values, gradients, side effects, and identities; the second call takes the first one's graph."""

@@ -170,6 +170,7 @@ def test_two_adapters_at_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("as_traced")
 @pytest.mark.parametrize("hooked", [True, False])
 def test_checkpoints_and_router_losses(hooked: bool) -> None:
     """PEFT has transformers hook the embeddings, at which torch breaks the graph: experts in two wrappers are told about still."""

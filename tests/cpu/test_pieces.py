@@ -63,6 +63,7 @@ def narrow(a: Tensor, b: Tensor) -> Tensor:
     return nn.functional.silu(a[..., :width]) * b[..., -width:]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CUTS)
 def test_halves(name: str) -> None:
     torch.manual_seed(0)

@@ -138,6 +138,7 @@ def test_one_round_behind_another(top_k: int) -> None:
     assert [f.spec.activation for f in outcome.fused] == ["relu", "relu"], outcome
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("base", ["clone", "shared"])
 @pytest.mark.parametrize("write", [scaled, twice, stale], ids=lambda f: f.__name__)
@@ -152,6 +153,7 @@ def test_rows_replaced_where_a_token_has_two_experts() -> None:
     assert (outcome.fused, [s.code for s in outcome.skipped]) == ([], ["not-combined"])
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("base", ["clone", "zeros"])
 @pytest.mark.parametrize("kind", [AllReadFirst, OfAnother])
 def test_what_is_added_to_is_not_what_stands_there(kind: type[Layer], base: str) -> None:

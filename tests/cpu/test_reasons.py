@@ -172,6 +172,7 @@ def _fresh(fresh_dynamo: None) -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_as_eager(name: str) -> None:
     layer, x = FUSED[name]().eval(), torch.randn(T, H)
@@ -180,6 +181,7 @@ def test_fused_as_eager(name: str) -> None:
     torch.testing.assert_close(values, run(layer, layer, x), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_in_the_way_is_said(name: str) -> None:
     build, code, text = REFUSED[name]

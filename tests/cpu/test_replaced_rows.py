@@ -69,6 +69,7 @@ def _same_weights() -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 @pytest.mark.parametrize("verify", ["probe", "off"])
 def test_rows_in_place_of_others(base: Callable[[Tensor], Tensor], verify: str) -> None:
@@ -115,6 +116,7 @@ class Counts(Replaced):
         out[mask] += 1
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("verify", ["probe", "off"])
 @pytest.mark.parametrize(("kind", "fused"), [(Copies, 1), (ReadCopies, 0), (Counts, 0)])
 def test_copies_of_the_sum(kind: type[Replaced], fused: int, verify: str) -> None:

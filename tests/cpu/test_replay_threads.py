@@ -72,6 +72,7 @@ def test_each_thread_has_blocks_of_its_own() -> None:
             torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_backward_in_another_thread(reentrant: bool, inside: bool) -> None:

@@ -76,6 +76,7 @@ def test_twin(cls: type[Layer]) -> None:
     assert seen.report.fused == [], str(seen.report)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["DeepseekTrain", "MakeMoE", "SparseDispatcher", "NormInside", "ThreeOperands", "LowRank"])
 def test_bfloat16(name: str) -> None:
     """Rounding of the program's own dtype is the budget."""

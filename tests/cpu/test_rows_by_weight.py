@@ -262,6 +262,7 @@ def test_near_misses(kind: type[Layer]) -> None:
     assert check_read(kind(ROWS["and"]), 11, H).fused == []
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("verify", ["off", "probe"])
 @pytest.mark.parametrize("rows", LEFT_OUT)
 def test_weights_of_slots_that_are_left_out(rows: str, verify: str) -> None:

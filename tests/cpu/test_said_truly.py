@@ -80,6 +80,7 @@ CASES: dict[str, tuple[Callable[[], Layer], str, str]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("fresh_dynamo", "as_traced")
 def test_the_reason_is_named(name: str) -> None:

@@ -65,6 +65,7 @@ def test_a_loss_of_the_router() -> None:
     check(Balanced(True), "moefuse")
 
 
+@pytest.mark.thorough
 def test_no_experts() -> None:
     """The same of Inductor alone, once moefuse has been used."""
     torch.manual_seed(0)

@@ -71,6 +71,7 @@ def test_a_few_experts_are_trained_in_their_loop() -> None:
     assert skipped.message.startswith("with 2 experts of one projection each, the loop over them is trained as fast")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "how"),
     [

@@ -134,6 +134,7 @@ def test_a_function_that_dynamo_gave_up_on_before_is_compiled(caplog: pytest.Log
     assert messages(caplog) == []
 
 
+@pytest.mark.sampled(1)
 @torch.no_grad()
 @pytest.mark.parametrize(("make", "told"), [(Counting, True), (TwoByMask, True), (SecondLost, True), (EarlyExit, False), (Critics, False)])
 def test_explain_says_the_same(make: Make, told: bool) -> None:

@@ -110,6 +110,7 @@ OLD = TorchVersion(torch.__version__) < (2, 13)
 NO_VMAP = pytest.mark.skipif(OLD, reason="checkpoint has no rule for vmap before torch 2.13")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("inside", [pytest.param(name, marks=NO_VMAP) if name == "checkpoint in vmap" else name for name in INSIDE])
 def test_of_one_graph(inside: str) -> None:
     """One graph: what torch.func transforms is refused at its own statement, what it does not is fused."""

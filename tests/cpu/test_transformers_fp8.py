@@ -248,6 +248,7 @@ class Layer(nn.Module):
         return cast(Tensor, self.experts(x, ids, weights))
 
 
+@pytest.mark.code_elsewhere
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("impl", ["grouped_mm", "batched_mm", NAME])
 @pytest.mark.parametrize("name", ["blocks", "powers", "clamped", "four bits"])
@@ -266,6 +267,7 @@ def test_compiled(name: str, impl: str) -> None:
     assert "activations e4m3 per token and" in report.fused[0].spec.encoding
 
 
+@pytest.mark.code_elsewhere
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("impl", ["grouped_mm", "batched_mm", NAME])
 def test_experts_of_other_devices(impl: str) -> None:
@@ -305,6 +307,7 @@ def _names(graph: torch.fx.Graph) -> list[str]:
     return [getattr(node.target, "__name__", str(node.target)) for node in graph.nodes if node.op == "call_function"]
 
 
+@pytest.mark.code_elsewhere
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["blocks", "powers", "clamped"])
 def test_the_loop(name: str) -> None:
@@ -318,6 +321,7 @@ def test_the_loop(name: str) -> None:
     assert "activations e4m3 per token and" in report.fused[0].spec.encoding
 
 
+@pytest.mark.code_elsewhere
 @pytest.mark.skipif(not hasattr(hf, "FP8LinearFunction"), reason="this release has no backward pass there")
 def test_the_loop_in_training() -> None:
     """transformers' function has a backward pass of its own, which is that of the weights that codes stand for."""

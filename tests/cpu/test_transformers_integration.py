@@ -98,8 +98,15 @@ def test_family_is_one_graph(name: str) -> None:
     assert ends == ["moefuse.combine" if _fused_activation(module) is None else "moefuse.experts" for module in experts]
 
 
+COMPILED = [
+    ("qwen3_moe", torch.float32),
+    ("gpt_oss", torch.float32),
+    pytest.param("mixtral", torch.bfloat16, marks=pytest.mark.thorough),
+]
+
+
 @pytest.mark.usefixtures("light")
-@pytest.mark.parametrize(("name", "dtype"), [("qwen3_moe", torch.float32), ("gpt_oss", torch.float32), ("mixtral", torch.bfloat16)])
+@pytest.mark.parametrize(("name", "dtype"), COMPILED)
 def test_compiled_with_our_backend(name: str, dtype: torch.dtype) -> None:
     """The report has layers that call our ops themselves as it has the others: with one op, or with a gate of their own between two."""
     ours, loop, exact = three_models(name, dtype)

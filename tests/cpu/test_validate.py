@@ -182,7 +182,7 @@ FAULTS: dict[str, tuple[Callable[[GraphModule], None], str]] = {
 }
 
 
-@pytest.mark.code_once
+@pytest.mark.code_elsewhere
 @pytest.mark.parametrize("model", [Layer, Loop, Checkpointed], ids=lambda m: m.__name__)
 def test_equal_graphs_pass(model: type[nn.Module]) -> None:
     """Layers, bodies of checkpoints, and loops of which the graph has one iteration."""

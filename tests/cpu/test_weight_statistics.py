@@ -90,6 +90,7 @@ def _check(model: Layer, *, fused: int) -> Seen:
     return seen
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", STATISTICS.values(), ids=STATISTICS)
 def test_in_a_buffer(how: Callable[[Here], Tensor | float]) -> None:
     _check(Layer(how, detached=True, kept=True), fused=1)

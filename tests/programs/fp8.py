@@ -145,7 +145,7 @@ _BATCHED = w8a8_block_dynamic_fp8_matmul_batched.__name__
 _register("other_arguments", _BATCHED, other_fp8_matmul_batched)
 _register("other_meaning", _BATCHED, unrounded_batched)
 OPS = getattr(torch.ops, SPACE)
-H, INNER, E, K, BN, BK = 48, 32, 8, 2, 8, 16
+H, INNER, E, K, BN, BK = 48, 32, 4, 2, 8, 16
 
 
 def held(n: int, k: int, *, powers: bool = False, block: tuple[int, int] = (BN, BK)) -> tuple[Tensor, Tensor]:

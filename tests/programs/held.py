@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-H, M, E, K, G = 32, 32, 8, 2, 16
+H, M, E, K, G = 32, 32, 4, 2, 16
 Parts = dict[str, Tensor]
 
 
