@@ -57,6 +57,7 @@ def test_installing_and_taking_back() -> None:
     assert "MOEFUSE" in DynamoBackend
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("as_traced")
 @pytest.mark.parametrize("way", ["name", "plugin", "environment"])
 def test_accelerator(way: str, monkeypatch: pytest.MonkeyPatch) -> None:

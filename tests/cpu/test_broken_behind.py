@@ -175,6 +175,7 @@ def test_what_is_refused_is_left_to_the_frames_of_its_own() -> None:
     assert seen.report.skipped, seen.report
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "fused"),
     [(Balanced, 1), (BalancedMixing, 0), (BalancedFirst, 1), (BalancedInside, 0)],

@@ -356,6 +356,7 @@ def test_two_lists_are_two_rows_too(traced: list[int]) -> None:
 # --- later ------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "change", [*DIFFERENT[:2], DIFFERENT[9], lambda m: m.__setitem__(2, nn.Identity())], ids=["attribute", "number", "forward", "replaced"]
 )

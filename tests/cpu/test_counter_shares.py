@@ -39,6 +39,7 @@ class Layer(nn.Module):
         return out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("share", SHARES.values(), ids=SHARES)
 def test_a_share_of_any_number_of_tokens(share: Callable[[Tensor, Tensor], float]) -> None:

@@ -132,6 +132,7 @@ def in_fact(model: nn.Module, *sizes: int) -> list[tuple[int, list[str]]]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("program", [Clips, ClipsOut])
 def test_a_parameter_that_is_written_behind_its_use(program: type[Loop]) -> None:
     """Gradients are of what the parameter holds then: refused by both, and fused by both without autograd."""
@@ -165,6 +166,7 @@ def test_a_graph_that_inductor_cannot_take_breaks_where_it_does_in_fact(caplog: 
     assert len({*said.graph_breaks}) == 1, said
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("program", "guard"), [(Counts, "self.calls == "), (Remembers, "len(self.seen) == ")])
 def test_a_graph_for_every_call_is_reported(program: type[Loop], guard: str) -> None:
     model = program()
@@ -175,6 +177,7 @@ def test_a_graph_for_every_call_is_reported(program: type[Loop], guard: str) -> 
     assert getattr(model, "seen", []) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("program", [Loop, TakesTurns])
 def test_later_calls_that_are_fused_make_no_note(program: type[Loop]) -> None:
     assert in_fact(program(), T, T + 1) == [(1, [])] * 2

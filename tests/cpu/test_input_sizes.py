@@ -78,6 +78,7 @@ class BrokenSequences(Broken):
         return self.experts(x.reshape(-1, H), weights, ids).view(x.shape)  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "shapes",
     [((13, 7), (5, 7), (9, 7)), ((3, 7), (3, 5), (3, 11)), ((13, 7), (5, 6), (9, 4))],

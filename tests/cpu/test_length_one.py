@@ -113,6 +113,7 @@ OFTEN = [(c, s) for c in (slots_first, tokens_first, by_place, by_sequence) for 
 OFTEN.remove((by_sequence, (1, 1)))  # no rule says which of the two is meant: below
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("combine", "shape"), [*ALWAYS, *(pytest.param(*one, marks=pytest.mark.sampled(3)) for one in OFTEN)])
 def test_one_token(combine: Combine, shape: tuple[int, int]) -> None:
     for grad in (False, True):

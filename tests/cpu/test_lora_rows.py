@@ -115,6 +115,7 @@ def _without_inductor(layer: nn.Module) -> tuple[Any, list[Fused]]:
     return torch.compile(layer, backend=backend, fullgraph=True), found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.code_once
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
@@ -277,6 +278,7 @@ def test_one_op_with_terms_in_float32() -> None:
     assert (fused.tier, fused.spec.gating) == ("fused", "split")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.code_once
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("which", ["gate", "up", "down"])

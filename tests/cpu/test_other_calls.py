@@ -56,6 +56,7 @@ def routed(top_k: int, tokens: int = 9) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(tokens, H), weights, ids
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "dynamic"), [(Experts, None), (Experts, True), (Hits, None), (Gathered, None), (Routed, None)])
 def test_another_number_of_experts_for_each_token(kind: type[nn.Module], dynamic: bool | None) -> None:
     """K was a symbol from its second value on, with which nothing was fused; the loop was then left for good, for K=2 as well."""

@@ -135,6 +135,7 @@ class Computed(Gated):
         return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["a number", "another scale", "zeros behind", "computed zeros behind"])
 def test_what_scales_are_computed_of(way: str) -> None:
     """The program computes them, as before, and the op reads them; changes of what they are made of are followed."""

@@ -69,6 +69,7 @@ class Block(nn.Module):
         return self.mlp(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("light")
 @pytest.mark.parametrize(("implementation", "beside"), [("grouped_mm", True), ("grouped_mm", False), ("batched_mm", True)])
 def test_autocast(implementation: str, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,6 +208,7 @@ def test_choices_that_cannot_be_opened() -> None:
         model(torch.randn(4, H))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("ids", "text"), list(refusals()))
 def test_what_does_not_fit(ids: Any, text: str) -> None:
     model = Model()

@@ -21,6 +21,7 @@ def other(routing: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
     return {layer: [(ids + 1) % tiny.EXPERTS for ids in calls] for layer, calls in routing.items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", pytest.param("mixtral", marks=pytest.mark.thorough)])
 def test_chosen_in_every_way(name: str) -> None:

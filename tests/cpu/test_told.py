@@ -129,6 +129,7 @@ def test_a_fault_is_seen(name: str) -> None:
     assert changes.wrong(changes.SHOWN[name]) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [0, 3, 7])
 def test_changes_between_calls(seed: int) -> None:
     """Drawn ones: what the report says is what ran. benchmarks/fault_injection.py looks at many."""

@@ -67,6 +67,7 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor | None], bool]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.code_once
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_for_each_expert(name: str, fresh_dynamo: None) -> None:

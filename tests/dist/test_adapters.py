@@ -63,6 +63,7 @@ def test_a_parametrisation_that_stays(two: Workers) -> None:
         assert "as a parametrization that stays" in outside
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["Loop", "Batched", "Grouped"])
 def test_float8(two: Workers, kind: str) -> None:
     """Scales are spread with the codes; activations are rounded where the tokens arrive, as on one process."""

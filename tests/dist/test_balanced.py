@@ -28,6 +28,7 @@ def test_moved(two: Workers, kind: type[nn.Module], how: dict[str, Any]) -> None
         assert {what: error for what, error in off.items() if error > 1e-5} == {}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [balanced.Once, balanced.Exact])
 def test_bit_for_bit(two: Workers, kind: type[nn.Module]) -> None:
     """Every expert moves, twice; as on GPUs (tests/gpu/test_ranks.py)."""

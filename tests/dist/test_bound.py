@@ -40,6 +40,7 @@ def test_as_on_one_process(two: Workers, name: str) -> None:
         assert bounded == (0 if case.kind is layers.Grouped or case.how.get("experts") == "tp" else 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("bound", "most"), [(None, 1.0), (1.6, 0.8), ("exact", None)])
 def test_what_is_kept(two: Workers, bound: float | str | None, most: float | None) -> None:
     """Of 2 T rows with K slots each: all, 1.6 halves of them, or on both ranks together just those that there are."""

@@ -62,6 +62,7 @@ def test_other_ops(two: Workers) -> None:
         assert (again, later) == ("nothing", True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [{"debug": True}, {"debug": True, "tokens": "replicated", "experts": "tp"}])
 def test_nothing_to_complain_of(two: Workers, how: dict[str, Any]) -> None:
     """A model that is right stays so, with gradients."""

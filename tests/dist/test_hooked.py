@@ -24,6 +24,7 @@ def test_right(two: Workers, kind: str, hook: str) -> None:
         assert max(two.run(hooked.hooked, kind, hook, counts)) <= 1e-5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [{"experts": "tp"}, {"placement": "round_robin"}, {"max_tokens": 8}, {"tokens": "replicated"}], ids=str)
 def test_terms(two: Workers, how: dict[str, Any]) -> None:
     counts = (5, 5) if "tokens" in how else (0, 5)

@@ -16,6 +16,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FROZEN)
 def test_frozen(two: Workers, name: str) -> None:
     """Frozen Parameters have no gradient, the others that of one process; nothing waits for a collective that another rank left out."""
@@ -36,6 +37,7 @@ def test_another_dtype(two: Workers, kind: type[nn.Module], late: bool) -> None:
         assert ("is in an optimizer (SGD) and in compiled code" in said) == late
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_a_copy(two: Workers, kind: type[nn.Module]) -> None:
     assert max(two.run(lives.copied, kind)) <= 1e-6

@@ -37,7 +37,7 @@ def run(model: nn.Module, train: bool) -> Counter[str]:
 
 
 @pytest.mark.code_once
-@pytest.mark.every_value(2)
+@pytest.mark.every_value
 @pytest.mark.parametrize("around", [True, False])
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])

@@ -18,6 +18,7 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_as_on_one_process(two: Workers, name: str) -> None:
     for out, worst, taken in two.run(replayed.trained, *CASES[name]):

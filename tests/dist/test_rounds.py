@@ -41,6 +41,7 @@ def test_one_op(two: Workers, name: str) -> None:
         assert all(fused.parallel.endswith(", in rounds") for fused in found.report.fused)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "case"),
     [

@@ -72,6 +72,7 @@ def test_shared_experts_beside(two: Workers, how: dict[str, Any], tokens: tuple[
         assert started == 2 * moved
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [layers.Listed, layers.Stacked])
 def test_sizes_as_symbols(two: Workers, kind: type[nn.Module]) -> None:
     """FSDP's modules have their numbers as symbols then: those of where experts are must not be any, or each call gathers."""

@@ -41,6 +41,7 @@ def test_nothing_to_send_back_on_one_rank(two: Workers, name: str, how: str) -> 
         assert again
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["any number", "exact splits"])
 def test_no_backward_pass_on_one_rank(two: Workers, how: str) -> None:
     for text, seconds, again in two.run(wanting.no_backward, HOW[how]):

@@ -147,6 +147,7 @@ OPS: dict[str, Callable[[int], Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPS)
 def test_the_same_from_a_record(name: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other values at other addresses: the numbers, shapes and strides that Python's launches give, without any Python of the op."""
