@@ -36,7 +36,6 @@ class Layer(nn.Module):
         return out
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("check", [formatted, negated, negated_constant, both, constant])
 def test_an_assertion_is_part_of_the_graph(check: Callable[[Tensor, str], None]) -> None:
     torch.manual_seed(0)

@@ -188,7 +188,6 @@ def test_one_graph(kind: type[Model]) -> None:
     assert (report.layers[0], report.graph_count, report.graph_breaks) == (2, 1, [])
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Returned, Stored, Closed, Counted, Broken, Reentrant, Nested])
 def test_left_as_it_was(kind: type[Model]) -> None:
     """What somebody could tell apart from eager breaks the graph as ever."""

@@ -215,7 +215,6 @@ MADE: dict[str, tuple[Spelling, str]] = {
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MADE)
 def test_a_sum_that_is_made_is_told(name: str) -> None:
     """With the line, and the reason; the layer is fused on the sum."""

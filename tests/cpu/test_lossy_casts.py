@@ -48,7 +48,7 @@ class Layer(nn.Module):
         return out
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.every_value
 @pytest.mark.parametrize("masked", [False, True], ids=["selected", "masked"])
 @pytest.mark.parametrize("name", CASTS)
 def test_they_stay(name: str, masked: bool) -> None:

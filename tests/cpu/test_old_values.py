@@ -144,7 +144,6 @@ def copies(graphs: list[torch.fx.GraphModule]) -> int:
     return sum(n.target is torch.ops.moefuse.own.default for gm in graphs for n in gm.graph.nodes)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("kind", [Scaled, Averaged, Annealed, Warmed], ids=lambda k: k.__name__)
 def test_gradients_are_of_what_was_read(kind: Callable[[], Layer]) -> None:

@@ -122,7 +122,6 @@ READINGS: dict[str, tuple[Callable[[Context, Region], Region], str, Callable[[Te
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reading", READINGS)
 def test_no_neutral_value_hides_a_misreading(reading: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An optimizer's first step would show it: the check must not pass because a new model has zeros and ones."""

@@ -130,7 +130,6 @@ PROMISED: dict[str, Callable[[Tensor, int, int], None]] = {
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PROMISED)
 def test_what_a_program_asserts_of_pieces_is_asserted(name: str) -> None:
     model = AsksPieces(PROMISED[name])  # type: ignore[arg-type]

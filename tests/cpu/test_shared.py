@@ -204,7 +204,6 @@ def size_before(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
     return (m.routed(x * (1.0 + known * 0.0)) + m.expert(x)).view(hidden.shape)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("join", [size_between, size_before, twice, routed_twice, residual, written_between, alpha])
 def test_left_alone(join: Callable[[Block, Tensor, Tensor], Tensor]) -> None:
     outcome = run(Block(join), torch.randn(2, 5, H))

@@ -52,7 +52,6 @@ def gradients(run: Callable[..., Tensor], model: nn.Module, kind: str, number: i
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.code_once
 @pytest.mark.parametrize(
     "kinds", [("itself",), ("a view",), ("NumPy's",), ("apart", "data"), ("apart", "NumPy's", "DLPack's")], ids=" then ".join
@@ -77,7 +76,6 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.code_once
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("rounded", [False, True], ids=["as they are", "cast"])
