@@ -5,6 +5,7 @@ Only where a program runs as it is written, outside of compiled calls: Dynamo wo
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -16,12 +17,18 @@ from moefuse.errors import ParallelError
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITES = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
 _NO_DATA = frozenset({"requires_grad_", "retain_grad", "register_hook"})
+_OF_A_LEAF = frozenset({"requires_grad_", "register_post_accumulate_grad_hook"})
 
 
 class ReadOnly(Tensor):
-    """A gathered weight, and whatever shares its memory. Everything else that is computed from it is a plain tensor."""
+    """A gathered weight, and whatever shares its memory. Everything else that is computed from it is a plain tensor.
+
+    Attributes:
+        moefuse_alone: whether it was read for itself, in no call of a layer.
+    """
 
     moefuse_name = ""
+    moefuse_alone = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -33,9 +40,27 @@ class ReadOnly(Tensor):
                 f"{target.moefuse_name} was written to, and is put together from all ranks each time it is read, so that this would be "
                 "lost: write before moefuse.parallelize, to the rows that are here (model.parameters()), or load a state_dict"
             )
+        if isinstance(target, cls) and target.moefuse_alone:
+            _of_this_read(func, target.moefuse_name)
         with _torch_private.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
         return _shared(out, target) if isinstance(target, cls) else out
+
+
+def _of_this_read(func: Any, weight: str) -> None:
+    """What is done to a weight as to a Parameter: the next read knows nothing of it, and no call of the layer does."""
+    name, field = getattr(func, "__name__", ""), getattr(func, "__self__", None)
+    if name in _OF_A_LEAF or (name == "__set__" and field in (torch.Tensor.grad, torch.Tensor.requires_grad)):
+        raise ParallelError(
+            f"{weight} is put together from all ranks each time it is read, so that this would be lost: take the Parameter itself, with "
+            "the rows that are here, from model.named_parameters()"
+        )
+    if name == "register_hook":
+        warnings.warn(
+            f"a hook on {weight} is of this read alone, and sees no gradient of what reads it again: put it on the Parameter itself, of "
+            "model.named_parameters()",
+            stacklevel=5,
+        )
 
 
 def _writes(func: Any) -> bool:
@@ -53,11 +78,11 @@ def _shared(out: Any, source: ReadOnly) -> Any:
         return out
     with _torch_private.DisableTorchFunctionSubclass():
         same = out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr() != 0
-    return read_only(out, source.moefuse_name) if same else out
+    return read_only(out, source.moefuse_name, source.moefuse_alone) if same else out
 
 
-def read_only(weight: Tensor, name: str) -> Tensor:
-    """A view of ``weight`` that refuses writes; ``name`` stands in the error."""
+def read_only(weight: Tensor, name: str, alone: bool = False) -> Tensor:
+    """A view of ``weight`` that refuses writes; ``name`` stands in the error, ``alone`` is :attr:`ReadOnly.moefuse_alone`."""
     out = weight.as_subclass(ReadOnly)
-    out.moefuse_name = name
+    out.moefuse_name, out.moefuse_alone = name, alone
     return out

@@ -191,7 +191,7 @@ def _in_eager(holder: nn.Module, parameter: Any, name: str, of: Of, between_grap
             return reads.known[id(parameter)]
     found = _gathered(holder, parameter, of)
     if not between_graphs:  # what goes into the next one has to be a plain tensor
-        found = read_only(found, f"{type(holder).__name__}.{name}")
+        found = read_only(found, f"{type(holder).__name__}.{name}", alone=reads is None)
     if reads is not None:
         reads.known[id(parameter)] = found
     return found

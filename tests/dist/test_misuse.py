@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -199,6 +200,39 @@ def test_what_hangs_on_a_parameter(mesh: DeviceMesh, kind: type[nn.Module]) -> N
     model = layers.Model(kind, 8)
     model(torch.randn(3, layers.H)).sum().backward()
     refused(model, mesh, r"a Parameter of first.* has a gradient, .* call model.zero_grad\(\) first")
+
+
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+def test_what_hangs_on_what_was_read(mesh: DeviceMesh, kind: type[nn.Module]) -> None:
+    """An attribute that was a Parameter is read anew each time: what is hung on one read is told; within a call it is that of the call."""
+    model: Any = layers.Model(kind, 8)
+    moefuse.parallelize(model, mesh)
+
+    def weight() -> Any:
+        return model.first.down if kind is layers.Stacked else model.first.experts[1][0].weight
+
+    def grad(weight: Any) -> None:
+        weight.grad = torch.zeros_like(weight)
+
+    lost = r"(Stacked.down|\S+weight) is put together .* would be lost: take the Parameter itself, .*, from model.named_parameters"
+    for hang in (grad, lambda w: w.requires_grad_(False), lambda w: w.register_post_accumulate_grad_hook(lambda p: None)):
+        with pytest.raises(ParallelError, match=lost):
+            hang(weight())
+    with pytest.warns(UserWarning, match="a hook on .* is of this read alone") as told:
+        weight().register_hook(lambda grad: grad)
+    assert told[0].filename == __file__
+    seen = []
+    forward = model.first.route
+
+    def hooked(x: torch.Tensor) -> Any:
+        weight().register_hook(seen.append)
+        return forward(x)
+
+    model.first.route = hooked
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(6, layers.H)).sum().backward()
+    assert len(seen) == (kind is layers.Stacked)  # an expert of a list reads a row anew
 
 
 def test_parts_of_a_list(mesh: DeviceMesh) -> None:
