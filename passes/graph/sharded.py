@@ -29,6 +29,11 @@ def is_gathered(node: object) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target in (GATHERED, SLICES)
 
 
+def is_parameter(node: Node) -> bool:
+    """Whether a value is a Parameter of the model: of this rank, or of all ranks put together."""
+    return isinstance(tensor(node), torch.nn.Parameter) or is_gathered(node)
+
+
 def gather_of(weights: Iterable[Node], steps: int = 32) -> Node | None:
     """A gather among the few operations that make each of these weights; None if this rank has all of them by itself."""
     return next((call for n in dict.fromkeys(weights) if (call := _gather_behind(n, steps)) is not None), None)

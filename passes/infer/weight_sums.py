@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, fake, tensor
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import CASTS
-from moefuse.passes.graph.sharded import is_gathered
+from moefuse.passes.graph.sharded import is_gathered, is_parameter
 from moefuse.passes.graph.sizes import same_shape, shape_of
 from moefuse.passes.graph.stacks import row_of
 from moefuse.passes.infer.state import Context
@@ -234,10 +233,10 @@ def stack_of_sums(ctx: Context, node: Node, reader: Node) -> bool:
     except OtherError:
         return False
     bases = [a.leaves[0].source for a in found if len(a.leaves) == 1]
-    if not low_rank(found) or len(bases) != 1 or not (is_given(ctx, bases[0]) or _is_frozen(ctx, bases[0])):
+    if not low_rank(found) or len(bases) != 1 or not (is_parameter(bases[0]) or is_given(ctx, bases[0]) or _is_frozen(ctx, bases[0])):
         return False
     # Rows [batch, length, features] that an adapter was added to look the same, but for the batch that their A has not.
-    return all(leaf.stacked for a in found for leaf in a.leaves) or isinstance(fake(bases[0]), torch.nn.Parameter)
+    return all(leaf.stacked for a in found for leaf in a.leaves) or is_parameter(bases[0])
 
 
 def _is_frozen(ctx: Context, node: Node) -> bool:

@@ -20,6 +20,20 @@ LINEARS = r".*experts\.\d+\.[02]"
 """Those of each expert in a list."""
 
 
+class Dense(nn.Module):
+    """All experts on all tokens by batched products, beside what adapters are in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = layers.Transposed(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x.flatten(0, 1)).view_as(x)  # type: ignore[no-any-return]
+
+
+OF_DENSE = ["mlp.up", "mlp.down"]
+
+
 class Layer(nn.Module):
     """The experts of one layer of a model of transformers, with their router."""
 
@@ -32,7 +46,9 @@ class Layer(nn.Module):
         return x + self.mlp(x)  # type: ignore[no-any-return]
 
 
-def adapted(rank: int, first: bool, behind: str | None, grad: bool) -> tuple[float, list[float], list[tuple[int, ...]], list[str]]:
+def adapted(
+    rank: int, first: bool, behind: str | None, grad: bool, dense: bool = False
+) -> tuple[float, list[float], list[tuple[int, ...]], list[str]]:
     """PEFT's ``target_parameters``, before ``parallelize`` or behind it, compiled or (None) as written, in two calls.
 
     Returns:
@@ -40,8 +56,9 @@ def adapted(rank: int, first: bool, behind: str | None, grad: bool) -> tuple[flo
     """
     import peft
 
-    plain: nn.Module = Layer()
-    config = peft.LoraConfig(r=4, target_parameters=PARAMETERS, target_modules=[], init_lora_weights=False)
+    plain: nn.Module = Dense() if dense else Layer()
+    targets = OF_DENSE if dense else PARAMETERS
+    config = peft.LoraConfig(r=4, target_parameters=targets, target_modules=[], init_lora_weights=False)
     model, seen = copy.deepcopy(plain), Seen()
     if not first:
         moefuse.parallelize(model, scenes.mesh())
@@ -53,7 +70,7 @@ def adapted(rank: int, first: bool, behind: str | None, grad: bool) -> tuple[flo
     if first:
         moefuse.parallelize(model, scenes.mesh())
     run = model if behind is None else torch.compile(model, backend=capturing(seen, behind=behind), fullgraph=True)
-    width = next(p for n, p in single.named_parameters() if "lora_A" in n and "base_layer.lora" in n).shape[1]
+    width = layers.H if dense else next(p for n, p in single.named_parameters() if "lora_A" in n and "base_layer.lora" in n).shape[1]
     every = [torch.randn(1, n, width, generator=torch.Generator().manual_seed(r)) for r, n in enumerate((5, 7))]
     off, grads = 0.0, []
     for _ in range(2):

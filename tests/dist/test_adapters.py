@@ -10,10 +10,11 @@ from tests.dist import adapters, scenes
 from tests.dist.workers import Workers
 
 CASES = {
-    # name: (adapters before parallelize, behind which compiler, whether gradients are taken)
+    # name: (adapters before parallelize, behind which compiler, whether gradients are taken, whether by batched products)
     "trained, before": (True, "aot_eager", True),
     "trained, behind": (False, scenes.BEHIND, True),
     "inference": (True, scenes.BEHIND, False),
+    "trained, before, dense": (True, scenes.BEHIND, True, True),
     "as written, before": (True, None, True),
     "as written, behind": (False, None, True),
 }
@@ -23,8 +24,8 @@ CASES = {
 def test_peft(two: Workers, name: str) -> None:
     """In eager mode weights are gathered and PEFT makes the sum, to the bit; compiled, each rank has its experts' part of the adapters."""
     pytest.importorskip("peft", reason="PEFT is not installed")
-    first, behind, grad = CASES[name]
-    for off, grads, fused, skipped in two.run(adapters.adapted, first, behind, grad):
+    first, behind, grad, *dense = CASES[name]
+    for off, grads, fused, skipped in two.run(adapters.adapted, first, behind, grad, *dense):
         assert off <= (1e-6 if behind else 0)
         assert all(error <= (2e-6 if behind else 0) for error in grads), grads
         assert len(grads) == (8 if grad else 0)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.op_classes import PLAIN_PRODUCTS, PRODUCTS, SAME_PLACES, SIZE_QUERIES
+from moefuse.passes.graph.sharded import is_parameter
 from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.infer.choices import dim_of
 from moefuse.passes.infer.state import Context
@@ -80,7 +80,7 @@ def applies_weights(ctx: Context, node: Node, call: Call) -> bool:
 def _parameter(ctx: Context, node: Node) -> bool:
     """Whether a tensor is a matrix of weights, or matrices."""
     value = tensor(node)
-    return value is not None and value.dim() >= 2 and isinstance(tensor(ctx.storage[node]), torch.nn.Parameter)
+    return value is not None and value.dim() >= 2 and is_parameter(ctx.storage[node])
 
 
 __all__ = ["Notes", "applies_weights", "follow"]

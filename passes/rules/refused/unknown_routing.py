@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import SHAPED, SIZE_QUERIES
+from moefuse.passes.graph.sharded import is_parameter
 from moefuse.passes.graph.symbols import unbacked
 from moefuse.passes.infer.choices import above
 from moefuse.passes.infer.state import Context
@@ -49,7 +49,7 @@ def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
         return None
     source = ctx.storage[ctx.calls[chosen].args[0]]  # type: ignore[union-attr]
     seen = rows.experts.setdefault(source, {})
-    weights = {_own(ctx, n) for n in node.all_input_nodes if isinstance(tensor(ctx.storage[n]), torch.nn.Parameter)}
+    weights = {_own(ctx, n) for n in node.all_input_nodes if is_parameter(ctx.storage[n])}
     if not any(weights & others for choice, others in seen.items() if choice is not chosen):
         seen.setdefault(chosen, weights)
     if source in reported or len(seen) < _LOOP:

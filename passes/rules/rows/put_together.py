@@ -9,10 +9,9 @@ import string
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.sharded import is_parameter
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.ir.axes import Axis
 from moefuse.passes.ir.facts import Finding, Rows, View, Weight
@@ -79,4 +78,4 @@ def apart(stack: Any, labels: Labels, others: Labels, out: Labels, sizes: tuple[
 
 
 def _is_weight(root: Node) -> bool:
-    return root.op == "get_attr" or isinstance(tensor(root), torch.nn.Parameter)
+    return root.op == "get_attr" or is_parameter(root)

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.op_classes import SHAPED
+from moefuse.passes.graph.sharded import is_parameter
 from moefuse.passes.graph.sizes import Size, product, same, same_shape, shape_of
 from moefuse.passes.infer.held import rounds
 from moefuse.passes.infer.ranges import counts, holds, interval, tells_none
@@ -103,7 +104,7 @@ def _moved(view: View) -> bool:
     Numbers without features beside them are slots in some order, which their root says; what is repeated says so by its atoms; and a
     Parameter in another order is still the weight that the user trains.
     """
-    if isinstance(tensor(view.root), torch.nn.Parameter):
+    if is_parameter(view.root):
         return False
     broadcast_over = any(a.kind != "d" and not same(a.size, 1) for a in atoms(view.axes))
     return len(view.axes) > 1 and not same(extent(view.axes[-1]), 1) and not broadcast_over and not in_order(view.axes)
