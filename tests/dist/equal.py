@@ -169,4 +169,5 @@ def full(model: nn.Module, name: str, grad: Any) -> list[tuple[str, Tensor]]:
         return [(own(name), whole)]
     path = name.rpartition(".")[0]
     leaf = stacked.removeprefix("stacked_").rpartition("_")
-    return [(f"{path}.{e}.{leaf[0]}.{leaf[2]}", whole[e]) for e in range(len(place))]
+    inner = f"{leaf[0]}." if leaf[0] else ""
+    return [(f"{path}.{e}.{inner}{leaf[2]}", whole[e]) for e in range(len(place))]
