@@ -71,7 +71,6 @@ def means(model: MoE, meaning: str, x: Tensor, ids: Tensor, weights: Tensor) -> 
     return model(x, ids % E if meaning == "wraps" else ids.clamp(min=0), weights)[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MEANINGS)
 def test_ids_that_are_inputs(name: str) -> None:
     """Nothing is known of them; the layer is fused all the same, and agrees with eager on what it never saw when it was compiled."""
