@@ -120,6 +120,8 @@ class Errors:
     eps: float
     codes: float = 0.0
     """What activations near the middle of two codes weigh."""
+    size: float = 1.0
+    """Of the result, root mean square."""
 
     @property
     def allowed(self) -> float:
@@ -140,8 +142,10 @@ def _settled(probe: Callable[[str], Errors | str], kind: str) -> Errors | str:
         if isinstance(again, str):
             return again
         every.append(again)
-    theirs, ours = (math.sqrt(sum(v * v for v in part) / len(every)) for part in zip(*((e.theirs, e.ours) for e in every), strict=True))
-    return Errors(found.rows * len(every), theirs, ours, found.eps, max(e.codes for e in every))
+    # Of all draws together: one whose result is next to nothing, as one number that cancels may be, has a large error of its own size.
+    size = math.hypot(*(e.size for e in every)) + 1e-30
+    theirs, ours = (math.hypot(*part) / size for part in zip(*((e.theirs * e.size, e.ours * e.size) for e in every), strict=True))
+    return Errors(found.rows * len(every), theirs, ours, found.eps, max(e.codes for e in every), size)
 
 
 def _compare(
@@ -171,7 +175,7 @@ def _compare(
     if region.unrounded:
         truth, by_codes = _truth(region, values, weight, leaves, sample, unrounded=True), 0.0
         far, theirs = min(FAR * eps, max(4 * eps, _EXACT)), error(flat, truth)
-    found = Errors(len(sample), theirs, error(new, truth), eps, by_codes)
+    found = Errors(len(sample), theirs, error(new, truth), eps, by_codes, rms(truth))
     if not found.ours <= (far if rounds else 2 * far):
         return str(found)
     distance = rms(flat - new)

@@ -119,6 +119,17 @@ def test_few_rows_do_not_settle_it() -> None:
     assert settled(64, (1e-7, 9e-7), (2e-7, 2e-7)) == (False, 1)
 
 
+def test_a_result_that_is_next_to_nothing_does_not_settle_it() -> None:
+    """One number for a token may cancel: the error of its size is large then, in one draw of many."""
+    sizes = iter([1e-3, *[1.0] * 15])
+    found = verify._settled(lambda _: verify.Errors(1, 1e-7, 1e-4 if (size := next(sizes)) < 1 else 1e-7, 1e-7, size=size), "one")
+    assert isinstance(found, verify.Errors)
+    assert found.ours <= found.allowed
+    wrong = verify._settled(lambda _: verify.Errors(1, 1e-7, 9e-7, 1e-7, size=1e-3), "one")
+    assert isinstance(wrong, verify.Errors)
+    assert wrong.ours > wrong.allowed
+
+
 def test_a_wrong_meaning_in_a_further_draw_is_a_refusal() -> None:
     found = iter([verify.Errors(2, 1e-7, 9e-7, 1e-7), "the original differs"])
     assert verify._settled(lambda _: next(found), "random") == "the original differs"
