@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import moefuse
 from tests.cpu.capture_case import Seen, capturing
-from tests.dist import layers, scenes
+from tests.dist import faults, layers, scenes
 from tests.zoo.tiny import build
 
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -84,6 +84,18 @@ def adapted(
             (sum((w.square().mean() for w in wanted), torch.zeros(())) / 2).backward()
             grads += _apart(model, single)
     return off, grads, [f.spec.lora for f in seen.report.fused], [s.code for s in seen.report.skipped]
+
+
+def scaled(rank: int) -> str:
+    """What is raised where ranks scale their adapters by other numbers."""
+    import peft
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, lora_alpha=4 + rank, target_parameters=OF_DENSE, target_modules=[], init_lora_weights=False)
+    model = peft.get_peft_model(Dense(), config)  # type: ignore[arg-type]
+    moefuse.parallelize(model, faults.mesh(30))
+    run: Any = torch.compile(model, backend=capturing(Seen(), behind=scenes.BEHIND), fullgraph=True)
+    return faults.tried(lambda: run(torch.randn(1, 5, layers.H)))[0]
 
 
 def merged(rank: int) -> tuple[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,14 @@ def test_peft(two: Workers, name: str) -> None:
         assert all(error <= (2e-6 if behind else 0) for error in grads), grads
         assert len(grads) == (8 if grad else 0)
         assert (fused, skipped) == ([(4,)] if behind else [], [])
+
+
+def test_scales_of_a_rank(two: Workers) -> None:
+    """An expert's adapter is scaled by its rank, for the tokens of all."""
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    for said in two.run(adapters.scaled):
+        assert said.startswith("PeerError: ")
+        assert len(set(re.findall(r"ep_dispatch (\[\w{8}\])", said))) == 2, said
 
 
 def test_merged(two: Workers) -> None:
