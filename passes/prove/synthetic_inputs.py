@@ -201,9 +201,8 @@ class Inputs:
         Where the table says who is left, every fourth entry or so takes its expert away. It may have columns of nobody behind theirs.
         """
         shape = [int(hint(s)) for s in fake(node).shape]
-        table = torch.zeros(len(ids), max(math.prod(shape) // max(len(ids), 1), experts)).scatter(
-            1, ids, torch.rand(ids.shape, generator=self.generator) + 0.1
-        )
+        columns = max(math.prod(shape) // max(len(ids), 1), experts)
+        table = torch.zeros(len(ids), columns).scatter(1, ids, torch.rand(ids.shape, generator=self.generator) + 0.1)
         if node is self.region.routing.kept:
             table = self.some_of(table)
         like = fake(node)

@@ -258,15 +258,9 @@ class _Numbered(layers.Stacked):
     number: Any = 2
     function: Any = staticmethod(F.silu)
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(len(self.gate_up)):
-            token, slot = torch.where(ids == e)
-            gate, up = F.linear(x[token], self.gate_up[e]).chunk(2, -1)
-            y = F.linear(self.function(gate) * self.number * up, self.down[e])
-            out.index_add_(0, token, y * weights[token, slot, None])
-        return out
+    def expert(self, e: int, rows: Tensor, weight: Tensor) -> Tensor:
+        gate, up = F.linear(rows, self.gate_up[e]).chunk(2, -1)
+        return F.linear(self.function(gate) * self.number * up, self.down[e]) * weight
 
 
 OWN = {

@@ -33,9 +33,12 @@ class Stacked(Routed):
         out = torch.zeros_like(x)
         for e in range(len(self.gate_up)):
             token, slot = torch.where(ids == e)
-            gate, up = F.linear(x[token], self.gate_up[e]).chunk(2, -1)
-            out.index_add_(0, token, F.linear(F.silu(gate) * up, self.down[e]) * weights[token, slot, None])
+            out.index_add_(0, token, self.expert(e, x[token], weights[token, slot, None]))
         return out
+
+    def expert(self, e: int, rows: Tensor, weight: Tensor) -> Tensor:
+        gate, up = F.linear(rows, self.gate_up[e]).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, self.down[e]) * weight
 
 
 class Hit(Stacked):
@@ -294,15 +297,9 @@ class Interleaved(Stacked):
         super().__init__(experts)
         self.gate_up_bias, self.down_bias = nn.Parameter(torch.randn(experts, 2 * I)), nn.Parameter(torch.randn(experts, H))
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(len(self.gate_up)):
-            token, slot = torch.where(ids == e)
-            h = F.linear(x[token], self.gate_up[e], self.gate_up_bias[e])
-            h = F.linear(F.silu(h[..., ::2]) * h[..., 1::2], self.down[e], self.down_bias[e])
-            out.index_add_(0, token, h * weights[token, slot, None])
-        return out
+    def expert(self, e: int, rows: Tensor, weight: Tensor) -> Tensor:
+        h = F.linear(rows, self.gate_up[e], self.gate_up_bias[e])
+        return F.linear(F.silu(h[..., ::2]) * h[..., 1::2], self.down[e], self.down_bias[e]) * weight
 
 
 class OwnMerged(Interleaved):
@@ -313,17 +310,11 @@ class OwnMerged(Interleaved):
     def between(self, gate: Tensor, up: Tensor) -> Tensor:
         return torch.where(gate > 0.2, gate.clamp(max=1.5) * up.sin(), gate / (1 + up.abs()))
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(len(self.gate_up)):
-            token, slot = torch.where(ids == e)
-            h = F.linear(x[token], self.gate_up[e], self.gate_up_bias[e])
-            gate, up = (h[..., ::2], h[..., 1::2]) if self.TURNS else h.chunk(2, -1)
-            weight = weights[token, slot, None]
-            h = self.between(gate, up) * weight.sqrt() + x[token].mean(-1, keepdim=True)  # numbers of a row are of each unit, too
-            out.index_add_(0, token, F.linear(h, self.down[e], self.down_bias[e]) / 2 * weight)
-        return out
+    def expert(self, e: int, rows: Tensor, weight: Tensor) -> Tensor:
+        h = F.linear(rows, self.gate_up[e], self.gate_up_bias[e])
+        gate, up = (h[..., ::2], h[..., 1::2]) if self.TURNS else h.chunk(2, -1)
+        h = self.between(gate, up) * weight.sqrt() + rows.mean(-1, keepdim=True)  # numbers of a row are of each unit, too
+        return F.linear(h, self.down[e], self.down_bias[e]) / 2 * weight
 
 
 class OwnInTurns(OwnMerged):
