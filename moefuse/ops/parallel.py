@@ -35,7 +35,7 @@ from moefuse._torch_private import never_dead
 from moefuse.ops.autograd import below_autograd, not_recorded, ops, wants_grad
 from moefuse.ops.schema import TRAVELS, implement
 from moefuse.runtime import overflow, providers, transports
-from moefuse.runtime.groups import Terms, of_weight, weight_of
+from moefuse.runtime.groups import Terms, of_weight, said_of
 from moefuse.runtime.peers import peers, told
 from moefuse.runtime.ranks import numbers_dtype
 from moefuse.runtime.transports.weights import all_rows, own_rows
@@ -49,7 +49,7 @@ TWICE = "expert-parallel ops can be differentiated once, not twice"
 
 def _gathered(local: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
     known = Terms.parse(terms)
-    with peers(known, "gathering the weights of experts", f"gathered {weight_of(terms)[1]}".rstrip(), [local], place):
+    with peers(known, "gathering the weights of experts", said_of("gathered", terms), [local], place):
         told(known, 0)  # a frame that broke gathers as often as it has graphs, and others may dispatch tokens
         return all_rows(known.group, local, place, slots)
 
@@ -60,7 +60,7 @@ def _gathered_fake(local: Tensor, place: Tensor, slots: int, terms: str) -> Tens
 
 def _gathered_backward(grad: Tensor, place: Tensor, slots: int, held: int, terms: str) -> Tensor:
     known = Terms.parse(terms)
-    with peers(known, "reducing the gradients of experts", f"gathered_backward {weight_of(terms)[1]}".rstrip(), [grad], place):
+    with peers(known, "reducing the gradients of experts", said_of("gathered_backward", terms), [grad], place):
         told(known, 0)  # in which order gradients are reduced depends on what each rank's loss depends on
         return own_rows(known.group, grad, place, slots, held).mul_(known.scale_gathered())
 
@@ -130,7 +130,7 @@ def _dispatch(
 ) -> list[Tensor]:
     known = Terms.parse(terms)
     how = transports.transport(known)
-    with peers(known, layer, f"ep_dispatch {weight_of(terms)[1]}".rstrip(), [*rows, ids], place) as call, refusing(call, ids):
+    with peers(known, layer, said_of("ep_dispatch", terms), [*rows, ids], place) as call, refusing(call, ids):
         if (recorder := providers.recorder()) is not None and isinstance(known.bound, float):
             recorder.refuse("what came before may have been more rows than are kept")
         overflow.check(known)

@@ -29,7 +29,7 @@ from moefuse.ops.parallel import local_ids, refusing
 from moefuse.ops.schema import implement
 from moefuse.ops.spread import differentiated
 from moefuse.runtime import transports
-from moefuse.runtime.groups import Terms, weight_of
+from moefuse.runtime.groups import Terms, said_of
 from moefuse.runtime.peers import peers
 from moefuse.runtime.transports import beside
 from moefuse.runtime.transports.base import most_tokens
@@ -55,7 +55,7 @@ def _infer(*given: Any) -> Tensor:
     known, call = Terms.parse(terms), ExpertsCall.unpack(*packed)
     tokens = call.x.shape[0]
     with (
-        peers(known, layer, f"ep_experts {weight_of(terms)[1]}".rstrip(), [call.x, call.weights, call.ids], place) as running,
+        peers(known, layer, said_of("ep_experts", terms), [call.x, call.weights, call.ids], place) as running,
         refusing(running, call.ids),
     ):
         _, _, hidden = check_experts(call, "ep_experts")

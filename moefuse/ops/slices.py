@@ -22,14 +22,14 @@ from moefuse._torch_private import never_dead
 from moefuse.ops.autograd import below_autograd, not_recorded, ops, wants_grad
 from moefuse.ops.schema import implement
 from moefuse.ops.whole import share
-from moefuse.runtime.groups import Terms, weight_of
+from moefuse.runtime.groups import Terms, said_of
 from moefuse.runtime.peers import peers, told
 from moefuse.runtime.transports.weights import all_slices, own_slice
 
 
 def _slices(local: Tensor, axis: int, blocks: int, terms: str) -> Tensor:
     known = Terms.parse(terms)
-    with peers(known, "gathering the weights of experts", f"gathered_slices {weight_of(terms)[1]}".rstrip(), [local]):
+    with peers(known, "gathering the weights of experts", said_of("gathered_slices", terms), [local]):
         told(known, 0)
         return all_slices(known.group, local, axis, blocks)
 
@@ -42,7 +42,7 @@ def _slices_fake(local: Tensor, axis: int, blocks: int, terms: str) -> Tensor:
 
 def _slices_backward(grad: Tensor, axis: int, blocks: int, terms: str) -> Tensor:
     known = Terms.parse(terms)
-    with peers(known, "reducing the gradients of experts", f"gathered_slices_backward {weight_of(terms)[1]}".rstrip(), [grad]):
+    with peers(known, "reducing the gradients of experts", said_of("gathered_slices_backward", terms), [grad]):
         told(known, 0)
         return own_slice(known.group, grad, axis, blocks).mul_(known.scale_gathered())
 

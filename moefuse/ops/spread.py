@@ -31,7 +31,7 @@ from moefuse.ops.meaning.grad_calls import GradCall, InCall, Needs, RowsCall
 from moefuse.ops.parallel import TRAINED, local_ids, refusing
 from moefuse.ops.schema import SPREAD, implement
 from moefuse.runtime import overflow, providers, transports
-from moefuse.runtime.groups import Terms, of_weight, weight_of
+from moefuse.runtime.groups import Terms, of_weight, said_of
 from moefuse.runtime.peers import peers
 from moefuse.runtime.ranks import numbers_dtype
 from moefuse.runtime.transports import beside
@@ -41,7 +41,7 @@ def _forward(*given: Any, result: bool = True) -> list[Tensor]:
     *packed, place, slots, terms, layer = given
     known, call = Terms.parse(terms), ExpertsCall.unpack(*packed)
     how = transports.transport(known)
-    op, rows = f"ep_experts {weight_of(of_weight(terms, TRAINED))[1]}", [call.x, call.weights, call.ids]
+    op, rows = said_of("ep_experts", of_weight(terms, TRAINED)), [call.x, call.weights, call.ids]
     with peers(known, layer, op, rows, place) as running, refusing(running, call.ids):
         overflow.check(known)
         check_experts(call, "ep_experts")

@@ -125,6 +125,11 @@ def weight_of(terms: str) -> tuple[str, str]:
     return known, name
 
 
+def said_of(op: str, terms: str) -> str:
+    """What ranks tell each other that they run: an op, and what its terms are of."""
+    return f"{op} {weight_of(terms)[1]}".rstrip()
+
+
 _WEIGHT = "#"
 
 
