@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,10 +35,11 @@ from torch import Tensor
 from moefuse._torch_private import never_dead
 from moefuse.ops.autograd import below_autograd, not_recorded, ops, wants_grad
 from moefuse.ops.schema import TRAVELS, implement
-from moefuse.runtime import overflow, providers, transports
+from moefuse.runtime import lasting, overflow, providers, transports
 from moefuse.runtime.groups import Terms, of_weight, said_of
 from moefuse.runtime.peers import peers, told
 from moefuse.runtime.ranks import numbers_dtype
+from moefuse.runtime.transports.base import Dispatched
 from moefuse.runtime.transports.weights import all_rows, own_rows
 from moefuse.runtime.words import Call
 
@@ -103,6 +105,27 @@ def local_ids(ids: Tensor, place: Tensor | None, slots: int, terms: str) -> Tens
     return local
 
 
+def dispatched(terms: Terms, rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int) -> Dispatched:
+    """Rows to the ranks that have their experts; what arrives has this rank's numbers of them."""
+    how, every = transports.transport(terms), terms.group.size * slots
+    if terms.copied and place is not None and terms.transport != "symm":
+        # Tables differ between ranks: the sender's says in which slots a token's experts are, and all ranks have all slots alike.
+        ids = providers.run("local_ids", ids.contiguous(), place, 0, every)
+        place = lasting.kept(_slots, (every, ids.device), ids.device, lambda: _all_slots(every, ids.device))
+    arrived = how.dispatch(terms, rows, ids, place, slots)
+    if arrived.local:
+        return arrived
+    return replace(arrived, ids=local_ids(arrived.ids, place, slots, terms.text), local=True)
+
+
+_slots: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def _all_slots(count: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(count, dtype=torch.int32, device=device)
+
+
 def _local_ids_fake(ids: Tensor, place: Tensor | None, slots: int, terms: str) -> Tensor:
     return ids.new_empty(ids.shape, dtype=numbers_dtype(ids.dtype))
 
@@ -129,15 +152,13 @@ def _dispatch(
     rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str, trained: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
     known = Terms.parse(terms)
-    how = transports.transport(known)
     with peers(known, layer, said_of("ep_dispatch", terms), [*rows, ids], place) as call, refusing(call, ids):
         if (recorder := providers.recorder()) is not None and isinstance(known.bound, float):
             recorder.refuse("what came before may have been more rows than are kept")
         overflow.check(known)
         _check_rows(rows, ids)
-        arrived = how.dispatch(known, rows, ids, place, slots)
-    local = arrived.ids if arrived.local else local_ids(arrived.ids, place, slots, terms)
-    return [*arrived.rows, local, *arrived.handle]
+        arrived = dispatched(known, rows, ids, place, slots)
+    return [*arrived.rows, arrived.ids, *arrived.handle]
 
 
 def _dispatch_fake(

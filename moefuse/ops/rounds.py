@@ -25,7 +25,7 @@ from moefuse.ops.experts import infer, result
 from moefuse.ops.meaning.call import ExpertsCall
 from moefuse.ops.meaning.checks import check_experts
 from moefuse.ops.meaning.composite import flatten
-from moefuse.ops.parallel import local_ids, refusing
+from moefuse.ops.parallel import dispatched, refusing
 from moefuse.ops.schema import implement
 from moefuse.ops.spread import differentiated
 from moefuse.runtime import transports
@@ -74,14 +74,12 @@ def _round(terms: Terms, call: ExpertsCall, place: Tensor | None, slots: int) ->
     hidden = beside.layer(terms, call, place, slots)
     if hidden is not None:
         return hidden
-    how = transports.transport(terms)
-    arrived = how.dispatch(terms, [call.x, call.weights], call.ids, place, slots)
-    local = arrived.ids if arrived.local else local_ids(arrived.ids, place, slots, terms.text)
-    here, handle = call._replace(x=arrived.rows[0], ids=local, weights=arrived.rows[1]), arrived.handle
-    del arrived, local
+    arrived = dispatched(terms, [call.x, call.weights], call.ids, place, slots)
+    here, handle = call._replace(x=arrived.rows[0], ids=arrived.ids, weights=arrived.rows[1]), arrived.handle
+    del arrived
     y = infer(here)
     del here
-    return how.give_back(terms, [y], handle, call.x.shape[0])[0]
+    return transports.transport(terms).give_back(terms, [y], handle, call.x.shape[0])[0]
 
 
 def _infer_fake(*given: Any) -> Tensor:

@@ -28,7 +28,7 @@ from moefuse.ops.autograd import below_autograd, in_parts, not_differentiable, n
 from moefuse.ops.meaning.call import Body, ExpertsCall, cut, stacks
 from moefuse.ops.meaning.checks import check_experts
 from moefuse.ops.meaning.grad_calls import GradCall, InCall, Needs, RowsCall
-from moefuse.ops.parallel import TRAINED, local_ids, refusing
+from moefuse.ops.parallel import TRAINED, dispatched, refusing
 from moefuse.ops.schema import SPREAD, implement
 from moefuse.runtime import overflow, providers, transports
 from moefuse.runtime.groups import Terms, of_weight, said_of
@@ -40,7 +40,6 @@ from moefuse.runtime.transports import beside
 def _forward(*given: Any, result: bool = True) -> list[Tensor]:
     *packed, place, slots, terms, layer = given
     known, call = Terms.parse(terms), ExpertsCall.unpack(*packed)
-    how = transports.transport(known)
     op, rows = said_of("ep_experts", of_weight(terms, TRAINED)), [call.x, call.weights, call.ids]
     with peers(known, layer, op, rows, place) as running, refusing(running, call.ids):
         overflow.check(known)
@@ -48,11 +47,14 @@ def _forward(*given: Any, result: bool = True) -> list[Tensor]:
         found = beside.forward(known, call, place, slots, result)
         if found is not None:
             return found
-        arrived = how.dispatch(known, [call.x, call.weights], call.ids, place, slots)
-        local = arrived.ids if arrived.local else local_ids(arrived.ids, place, slots, terms)
-        x, weights = arrived.rows
+        arrived = dispatched(known, [call.x, call.weights], call.ids, place, slots)
+        (x, weights), local = arrived.rows, arrived.ids
         y, *kept = experts.forward(call._replace(x=x, ids=local, weights=weights))
-        (out,) = how.give_back(known, [y], arrived.handle, call.x.shape[0]) if result else (y.new_empty((0, y.shape[1])),)
+        (out,) = (
+            transports.transport(known).give_back(known, [y], arrived.handle, call.x.shape[0])
+            if result
+            else (y.new_empty((0, y.shape[1])),)
+        )
     return [out, x, local, weights, *kept, *arrived.handle]
 
 

@@ -51,16 +51,21 @@ def work_of(counts: Sequence[int], calls: int, numbers: int, itemsize: int) -> l
     return [rows * share * row + (1 - (1 - share) ** rows) * read for share in shares]
 
 
+def copied_us(counts: Sequence[int], calls: int, numbers: int, itemsize: int, copied: Sequence[int], world: int) -> Work:
+    """What experts that all ranks have take on each, as of :func:`work_of`: of every rank's tokens a like part."""
+    each = work_of([counts[e] for e in copied] + [sum(counts) - sum(counts[e] for e in copied)], calls * world, numbers, itemsize)
+    return sum(each[:-1])
+
+
+def hottest(counts: Sequence[int], most: int) -> tuple[int, ...]:
+    """The experts that are chosen most, in their order; of those that are not chosen none."""
+    order = sorted(range(len(counts)), key=lambda e: (-counts[e], e))
+    return tuple(sorted(e for e in order[:most] if counts[e]))
+
+
 def times(placement: Placement, work: Sequence[Work]) -> list[float]:
     """Microseconds of each rank in a call."""
     return [sum(work[e] for e in held) for held in placement.ranks]
-
-
-def unbalance(placement: Placement, work: Sequence[Work]) -> float:
-    """How many times longer than on average the busiest rank takes; 1 is the best that there is."""
-    every = times(placement, work)
-    mean = sum(every) / len(every)
-    return max(every) / mean if mean else 1.0
 
 
 def balanced(placement: Placement, work: Sequence[Work], enough: float = ENOUGH) -> Placement:

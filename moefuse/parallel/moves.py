@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.errors import ParallelError
-from moefuse.parallel.balance import Move, balanced, moves, unbalance, work_of
+from moefuse.parallel.balance import Move, balanced, copied_us, hottest, moves, times, work_of
 from moefuse.parallel.checks import in_optimizer
 from moefuse.parallel.placement import Placement
 from moefuse.parallel.shard import Held, held_of, holding
@@ -32,16 +32,18 @@ _STAGED = 64 << 20
 
 @dataclass(frozen=True)
 class Balanced:
-    """What becomes of a layer. ``before``, ``after``: how many times longer than on average its busiest rank takes, by the load."""
+    """What becomes of a layer. ``before``, ``after``: microseconds of its busiest rank in a call, by the load; ``copied``: experts that all
+    ranks are to have."""
 
     where: Where
     placement: Placement
     before: float
     after: float
+    copied: tuple[int, ...] = ()
 
 
-def planned(modules: Iterable[nn.Module], load: Load, enough: float) -> list[Balanced]:
-    """What is to be moved, the layers that gain most first; a collective call. All ranks come to the same.
+def planned(modules: Iterable[nn.Module], load: Load, enough: float, copies: int) -> list[Balanced]:
+    """What is to be moved and copied, the layers that gain most first; a collective call. All ranks come to the same.
 
     Raises:
         ParallelError: on all ranks, if one of them refuses, or none has a load of any layer.
@@ -54,7 +56,9 @@ def planned(modules: Iterable[nn.Module], load: Load, enough: float) -> list[Bal
     try:
         load = _named_as(load, [held.where.layer for held in spread.values()])
         counts = {module: _counts(held.where, load) for module, held in spread.items()}
-        _may_move([held.where for module, held in spread.items() if counts[module] is not None])
+        moving = [held.where for module, held in spread.items() if counts[module] is not None]
+        _may_move(moving)
+        _may_copy(moving, copies)
     except ParallelError as error:
         refused = str(error)
     told = _of_all({module: held.where for module, held in spread.items()}, counts, bool(refused))
@@ -67,11 +71,25 @@ def planned(modules: Iterable[nn.Module], load: Load, enough: float) -> list[Bal
     found = []
     for module, (total, calls) in told.items():
         where = spread[module].where
-        work = work_of(total, calls, *_expert({one: held for one, held in every.items() if held.where is where}))
-        placement = balanced(where.placement, work, enough)
-        if placement is not where.placement:
-            found.append(Balanced(where, placement, unbalance(where.placement, work), unbalance(placement, work)))
+        expert = _expert({one: held for one, held in every.items() if held.where is where})
+        change = _balanced(where, total, calls, expert, enough, copies)
+        if change.placement is not where.placement or change.copied or where.hottest.experts:
+            found.append(change)
     return sorted(found, key=lambda one: one.after - one.before)
+
+
+def _balanced(where: Where, counts: list[int], calls: int, expert: tuple[int, int], enough: float, copies: int) -> Balanced:
+    """What a layer gains most by; copies are made where its busiest rank is done earlier by more than a layer is worth balancing for."""
+    before = where.placement
+    work = work_of(counts, calls, *expert)
+    placement = balanced(before, work, enough)
+    plain = Balanced(where, placement, max(times(before, work)), max(times(placement, work)))
+    if not (copied := hottest(counts, copies)):
+        return plain
+    rest = [0.0 if e in copied else us for e, us in enumerate(work)]
+    placement = balanced(before, rest, enough)
+    after = max(times(placement, rest)) + copied_us(counts, calls, *expert, copied, before.world)
+    return Balanced(where, placement, plain.before, after, copied) if after * enough < plain.after else plain
 
 
 def _some(names: Iterable[str]) -> str:
@@ -144,6 +162,22 @@ def _may_move(layers: Iterable[Where]) -> None:
         raise ParallelError(f"an optimizer ({kind}) has experts, as of {layer}, and its states do not move: balance is for inference")
 
 
+def _may_copy(layers: Iterable[Where], copies: int) -> None:
+    if not isinstance(copies, int) or isinstance(copies, bool) or copies < 0:
+        raise ParallelError(f"copies={copies!r} is not legal; use a number of experts from 0 on")
+    for where in layers if copies else ():
+        terms = Terms.parse(where.terms)
+        if where.slices is not None:
+            raise ParallelError(f"ranks have slices of the experts of {where.layer}: copies are of whole experts")
+        if terms.tokens == "replicated" or terms.transport == "gather":
+            why = "every rank has all tokens" if terms.tokens == "replicated" else "weights go to the tokens"
+            raise ParallelError(f"{why} of {where.layer}, where copies of experts save nothing")
+        if where.hottest.captured:
+            raise ParallelError(
+                f"a CUDA graph was captured of {where.layer}, and knows where its experts are: make copies first, and capture it then"
+            )
+
+
 def _parameters(where: Where) -> list[Any]:
     """What holds rows of a layer, copies of the model's too, each once: modules may share them."""
     own = (module._parameters[name] for module, held in holding(where).items() for name in held.names.values())
@@ -194,15 +228,35 @@ def _expert(holders: Mapping[nn.Module, Held]) -> tuple[int, int]:
 def move(change: Balanced) -> None:
     """Have the ranks hold a layer's experts so; a collective call, in which copies of the model (``deepcopy``) take part."""
     where = change.where
+    parameters = _parameters(where)
     group, rings = Terms.parse(where.terms).group, moves(where.placement, change.placement)
     try:
         with lost_peers(where.layer, "plan.balance"):
-            for parameter in _parameters(where):
+            for parameter in parameters if rings else ():
                 _exchange(parameter.to_local(), rings, group, where.placement.slots)
+            if rings:
+                where.move(change.placement)
+            copy(where, change.copied)
     except BaseException as error:
         group.standing.leave(f"experts of {where.layer} were on their way between ranks: {error}")
         raise
-    where.move(change.placement)
+
+
+def copy(where: Where, experts: Sequence[int]) -> None:
+    """Have all ranks hold copies of a layer's experts, and of no others; a collective call."""
+    parameters = _parameters(where)
+    if experts:
+        where.hottest.copy(experts, parameters, where.table, Terms.parse(where.terms).group)
+    else:
+        where.hottest.forget(parameters)
+
+
+def refresh(modules: Iterable[nn.Module]) -> None:
+    """Copies are what experts are now; a collective call."""
+    for where in dict.fromkeys(held.where for module in modules if (held := held_of(module)) is not None):
+        if where.hottest.experts:
+            with lost_peers(where.layer, "plan.refresh"):
+                copy(where, where.hottest.experts)
 
 
 def _exchange(rows: Tensor, rings: Sequence[Sequence[Move]], group: Group, slots: int) -> None:

@@ -25,6 +25,7 @@ class Layer:
 
     Attributes:
         here: the experts of which this rank has something.
+        copied: experts that all ranks have copies of, for inference.
         terms: for each dimension of the mesh, how tokens travel over it.
     """
 
@@ -32,9 +33,11 @@ class Layer:
     placement: Placement
     here: tuple[int, ...]
     terms: tuple[Terms, ...]
+    copied: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.name}: {', '.join(terms.describe(len(self.here), self.placement.experts) for terms in self.terms)}"
+        copied = f", copies of {', '.join(map(str, self.copied))} on all ranks" if self.copied else ""
+        return f"{self.name}: {', '.join(terms.describe(len(self.here), self.placement.experts) for terms in self.terms)}{copied}"
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Plan:
             )
         return lambda parameter: found if parameter in self.parameters else None
 
-    def balance(self, load: moves.Load, *, layers: int | None = None, enough: float = ENOUGH) -> Plan:
+    def balance(self, load: moves.Load, *, layers: int | None = None, enough: float = ENOUGH, copies: int = 0) -> Plan:
         """Move experts between ranks, by the load that :class:`moefuse.load_of` has counted, so that all ranks take about as long.
 
         A collective call between two calls of the model, which is for inference: every rank makes it, with what its own tokens chose.
@@ -85,19 +88,28 @@ class Plan:
             load: layer -> counts [calls, E], or [E]; layers that are not in it stay as they are.
             layers: at most so many are moved, those that gain most: the others' turn is the next call's. None: all.
             enough: a layer stays as it is whose busiest rank takes at most so many times what ranks take on average.
+            copies: so many of a layer's hottest experts all ranks may have, each for its own tokens, where its busiest rank is done earlier
+                then than by moving alone: where one expert has more to do than a rank has on average. They take memory, and weights other
+                addresses: what is compiled for inference is compiled once more. What is written to experts makes copies old, which are not
+                read then (a warning; :meth:`refresh`). CUDA graphs that a user captures do not read them. 0: none, and earlier ones go.
 
         Returns:
             The plan as it is now.
 
         Raises:
             ParallelError: counts that do not fit; unequal numbers of experts on the ranks; gradients, an optimizer, or FSDP's shards, which
-                would stay behind.
+                would stay behind; ``copies`` of slices, of experts that see the same tokens on all ranks, or behind a captured CUDA graph.
         """
-        changes = moves.planned((module for module, _ in self._held), load, enough)[:layers]
+        changes = moves.planned((module for module, _ in self._held), load, enough, copies)[:layers]
         for change in changes:
             moves.move(change)
         now = {change.where.layer: change.where for change in changes}
         return replace(self, layers=tuple(_moved(layer, now.get(layer.name)) for layer in self.layers))
+
+    def refresh(self) -> None:
+        """Make the copies of :meth:`balance` anew of what experts are now, where something was written past torch's versions (``.data``) or
+        copies are old; a collective call. Nothing is compiled again."""
+        moves.refresh(module for module, _ in self._held)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.layers))
@@ -106,4 +118,5 @@ class Plan:
 def _moved(layer: Layer, where: Where | None) -> Layer:
     if where is None:
         return layer
-    return replace(layer, placement=where.placement, here=where.mine, terms=tuple(replace(t, placement="balanced") for t in layer.terms))
+    terms = tuple(replace(t, placement="balanced") for t in layer.terms) if where.moved else layer.terms
+    return replace(layer, placement=where.placement, here=where.mine, terms=terms, copied=where.hottest.experts)

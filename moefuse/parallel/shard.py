@@ -194,7 +194,7 @@ def _key(held: Held) -> Hashable:
 
 def _know(module: nn.Module, held: Held) -> None:
     object.__setattr__(module, HELD, held)
-    object.__setattr__(module, views.WAYS, views.Ways({own: held.where.of(name) for name, own in held.names.items()}))
+    object.__setattr__(module, views.WAYS, views.Ways({own: held.where.of(name) for name, own in held.names.items()}, held.where.hottest))
 
 
 def _settle(module: nn.Module) -> None:

@@ -25,6 +25,7 @@ from moefuse import _torch_private
 from moefuse.capture.dynamo import in_step, parametrized
 from moefuse.capture.dynamo.registering import ORIGINAL as ORIGINAL
 from moefuse.errors import ParallelError
+from moefuse.parallel.hottest import Hottest
 from moefuse.parallel.read_only import read_only
 from moefuse.parallel.table import Table
 
@@ -69,10 +70,10 @@ WAYS, AWAY = "_moefuse_ways", "_moefuse_away"
 
 
 class Ways:
-    """How the Parameters of a module are gathered, by their names in it. A copy of the module has the same."""
+    """How the Parameters of a module are gathered, by their names in it, and copies of experts. A copy of the module has the same."""
 
-    def __init__(self, of: Mapping[str, Of]) -> None:
-        self.of = dict(of)
+    def __init__(self, of: Mapping[str, Of], hottest: Hottest) -> None:
+        self.of, self.hottest = dict(of), hottest
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ways:
         return self
@@ -123,11 +124,15 @@ def _in_step(holder: Any) -> None:
     """Have ``PARTS`` of a module say what its Parameters are."""
     if PARTS not in vars(holder):
         object.__setattr__(holder, PARTS, {})
-    parts = getattr(holder, PARTS)
-    for name, of in getattr(holder, WAYS).of.items():
+    parts, ways = getattr(holder, PARTS), getattr(holder, WAYS)
+    copies = ways.hottest.current()
+    for name, of in ways.of.items():
         parameter = holder._parameters.get(name)
         is_part = isinstance(parameter, DTensor) and len(parameter.placements) <= of[2]
         part = _torch_private.local_part(parameter) if is_part else None
+        rows = None if copies is None or part is None else copies.rows(part)
+        if rows is not None:
+            part, of = rows, (copies.of(of[0][2]), *of[1:])
         if name not in parts or parts[name]["part"] is not part:
             parts[name] = _kept(holder, name, part, of)
 

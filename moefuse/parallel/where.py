@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from moefuse.parallel import views
 from moefuse.parallel.copies import OnGradient
+from moefuse.parallel.hottest import Hottest
 from moefuse.parallel.placement import Placement
 from moefuse.parallel.table import Table
 from moefuse.parallel.units import Cut
@@ -47,6 +48,7 @@ class Where:
         model: its number among those that have experts on the same mesh.
         moved: whether experts have changed ranks since.
         holders: the modules that hold rows of it (``shard.holding``).
+        hottest: copies of experts, for inference.
     """
 
     mesh: DeviceMesh
@@ -59,6 +61,7 @@ class Where:
     model: int = 1
     moved: bool = field(default=False, compare=False)
     holders: list[weakref.ref[nn.Module]] = field(default_factory=list, compare=False, repr=False)
+    hottest: Hottest = field(default_factory=Hottest, compare=False, repr=False)
 
     @property
     def mine(self) -> tuple[int, ...]:

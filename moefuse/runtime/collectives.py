@@ -44,6 +44,12 @@ def all_reduce(total: Tensor, group: Any) -> None:
     dist.all_reduce(total, group=group)
 
 
+def broadcast(rows: Tensor, rank: int, group: Any) -> None:
+    """What the ``rank``-th of a group has, in place."""
+    if not is_fake(group):
+        dist.broadcast(_bytes(rows), group=group, group_src=rank)
+
+
 def is_fake(group: Any) -> bool:
     """Whether a group has no other ranks: one of torch's, for a process that asks what one of many would do."""
     return bool(dist.get_backend(group) == "fake")

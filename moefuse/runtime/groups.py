@@ -20,7 +20,7 @@ Transport = Literal["allgather", "all_reduce", "all_to_all", "gather", "rails", 
 Grads = Literal["mean", "sum"]
 Most = Literal["any", "equal"]
 Split = Literal["experts", "slices"]
-_DEBUG = "/debug"
+_DEBUG, _COPIED = "/debug", "/copied"
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Terms:
         replicas: how many ranks of another dimension of the mesh have the same experts, and other tokens.
         bound: of rows that training keeps for backward: so many times an even share, ``"exact"``, or ``"most"``, as many as may come.
         debug: whether ranks compare what they do before each op (``runtime/debug.py``).
+        copied: whether a rank has copies of some experts, and a table of its own, by which it keeps their tokens.
     """
 
     mesh: str
@@ -54,23 +55,26 @@ class Terms:
     replicas: int = 1
     bound: float | Literal["most", "exact"] = "most"
     debug: bool = False
+    copied: bool = False
 
     @functools.cached_property
     def text(self) -> str:
         """What :meth:`parse` reads."""
         said = (self.mesh, self.transport, self.tokens, self.most, self.grads, self.placement, self.split)
-        return "/".join(map(str, (*said, self.copies, self.replicas, self.bound))) + (_DEBUG if self.debug else "")
+        return "/".join(map(str, (*said, self.copies, self.replicas, self.bound))) + _COPIED * self.copied + _DEBUG * self.debug
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def parse(text: str) -> Terms:
         """The terms in a graph."""
         text, _, _ = text.partition(_WEIGHT)
-        mesh, transport, tokens, number, grads, placement, split, *counts, bound = text.removesuffix(_DEBUG).rsplit("/", 9)
+        known = text.removesuffix(_DEBUG)
+        mesh, transport, tokens, number, grads, placement, split, *counts, bound = known.removesuffix(_COPIED).rsplit("/", 9)
+        debug, copied = text != known, known.endswith(_COPIED)
         most = int(number) if number.isdigit() else number
         copies, replicas = map(int, counts)
         kept: Any = bound if bound in ("most", "exact") else float(bound)
-        return Terms(mesh, transport, tokens, most, grads, placement, split, copies, replicas, kept, text.endswith(_DEBUG))  # type: ignore[arg-type]
+        return Terms(mesh, transport, tokens, most, grads, placement, split, copies, replicas, kept, debug, copied)  # type: ignore[arg-type]
 
     @property
     def tells(self) -> bool:

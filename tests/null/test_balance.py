@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from moefuse.parallel.balance import ENOUGH, balanced, moves, times, unbalance, work_of
+from moefuse.parallel.balance import ENOUGH, Work, balanced, copied_us, hottest, moves, times, work_of
 from moefuse.parallel.placement import Placement, linear, round_robin
 
 NUMBERS = 3 * 2048 * 768
@@ -68,6 +68,13 @@ def test_where_all_experts_are_read_rows_count_too() -> None:
     assert unbalance(balanced(linear(128, 2), work), work) <= ENOUGH
 
 
+def unbalance(placement: Placement, work: list[Work]) -> float:
+    """How many times longer than on average the busiest rank takes; 1 is the best that there is."""
+    every = times(placement, work)
+    mean = sum(every) / len(every)
+    return max(every) / mean if mean else 1.0
+
+
 def _zipf(tokens: int) -> list[float]:
     weights = torch.arange(1, 129, dtype=torch.float64).pow(-0.8)
     gumbel = -torch.empty(tokens, 128, dtype=torch.float64).exponential_(generator=torch.Generator().manual_seed(0)).log()
@@ -103,3 +110,20 @@ def test_a_thousand_ranks_in_seconds(world: int) -> None:
     work = work_of(counts, 1, NUMBERS, 2)
     after = balanced(linear(2048, world), work)
     assert unbalance(after, work) < unbalance(linear(2048, world), work)
+
+
+@given(loads(), st.integers(1, 6))
+def test_copies_take_a_like_part_on_each_rank(drawn: tuple[Placement, list[float]], most: int) -> None:
+    """With many rows, of which reading weights is nothing, copies of all experts take what ranks take on average."""
+    placement, _ = drawn
+    counts = [1 + 7 * e for e in range(placement.experts)]
+    work = work_of(counts, 1, 1, 0)
+    every = copied_us(counts, 1, 1, 0, range(len(counts)), placement.world)
+    assert every == pytest.approx(sum(work) / placement.world)
+    assert hottest(counts, most) == tuple(range(len(counts)))[-most:]
+
+
+def test_copies_with_few_tokens_are_read_everywhere() -> None:
+    counts = [7, 1, 1, 0]
+    assert 2 * copied_us(counts, 1, NUMBERS, 2, hottest(counts, 2), 2) > 1.2 * sum(work_of(counts, 1, NUMBERS, 2)[:2])
+    assert hottest(counts, 9) == (0, 1, 2)
