@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import moefuse
 from moefuse.parallel.shard import held_of
@@ -156,3 +157,54 @@ def little(rank: int) -> list[Any]:
     even = plan.balance({layer.name: [1000] * E for layer in plan.layers}, copies=COPIES)
     few = plan.balance({layer.name: [[3, 0, 1, 0, 0, 0]] for layer in plan.layers}, copies=COPIES)
     return [layer.copied for layer in (*even.layers, *few.layers)]
+
+
+def on_gpus(rank: int, transport: str, count: int, width: int, mode: str | None) -> dict[str, Any]:
+    """The same on GPUs in ``count`` tokens of ``width`` features: copies that are read, old, and made again; then in a CUDA graph."""
+    before = layers.H, layers.I
+    layers.H = layers.I = width
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    single = layers.Model(layers.Stacked, E).cuda().eval()
+    model = copy.deepcopy(single)
+    mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("ep",))["ep"]
+    plan = moefuse.parallelize(model, mesh, transport=transport, max_tokens=count)
+    run, off = torch.compile(model, backend="moefuse", dynamic=False, mode=mode), {}
+    x = torch.randn(count - rank * (count // 3), width, device="cuda", generator=torch.Generator("cuda").manual_seed(rank))
+
+    def check(what: str, call: Any = run) -> None:
+        wanted = single(x)
+        torch.compiler.cudagraph_mark_step_begin()
+        off[what] = ((call(x) - wanted).norm(dim=-1) / wanted.norm(dim=-1).mean()).quantile(0.9).item()
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check("before")
+        for hot in ((0, 3), (1, 2)):
+            plan = plan.balance(load_of(plan, hot), copies=COPIES)
+            for turn in range(4):
+                check(f"{hot} {turn}")
+        read = [_is_read(run, one, x) for one in hot_of(model)]
+        plan.refresh()
+        check("refreshed")
+        for each in (model, single):
+            _scale(each, 0.5)
+        check("written")
+        plan.refresh()
+        check("written and refreshed")
+        graph = torch.cuda.CUDAGraph()
+        if mode is None:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                out = run(x)
+            for each in (model, single):
+                _scale(each, 2)
+            graph.replay()
+            check("replayed", lambda _: out)
+    refused = ""
+    try:
+        plan.balance(load_of(plan, (0, 3)), copies=COPIES)
+    except moefuse.ParallelError as error:
+        refused = str(error)
+    layers.H, layers.I = before
+    return {"off": off, "read": read, "refused": refused}

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefuse
 from moefuse.runtime.transports import beside, symm
-from tests.dist import balanced, equal, layers
+from tests.dist import balanced, copied, equal, layers
 from tests.dist.equal import Case
 from tests.dist.workers import Workers
 
@@ -141,6 +141,18 @@ def test_bit_for_bit_while_experts_move(two: Workers, kind: type[nn.Module], tra
         assert wrong == 0
         assert off <= near
         assert min(map(min, moves)) >= 8, moves
+
+
+@pytest.mark.parametrize(
+    ("transport", "count", "width", "mode"),
+    [("symm", 9, 8, None), ("symm", 9, 8, "reduce-overhead"), ("allgather", 9, 8, None), ("symm", 2304, 2048, None)],
+)
+def test_copies_of_the_hottest(two: Workers, transport: str, count: int, width: int, mode: str | None) -> None:
+    """Transfers beside kernels with 2304 tokens, too. A CUDA graph that is captured reads no copies, and they may not be made behind it."""
+    for found in two.run(copied.on_gpus, transport, count, width, mode):
+        assert {what: off for what, off in found["off"].items() if not off <= 1e-4} == {}
+        assert found["read"] == [True] * 2
+        assert ("a CUDA graph was captured of first" in found["refused"]) == (mode is None), found["refused"]
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["training", "inference"])
