@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 2 benchmarks/copies.py --device cpu --tiny     # smoke test
 
 16 experts, one a token (H = 5120, I = 8192, as Llama 4 Scout has them), chosen by Zipf's law of power 2: the hottest has 63 % of all
-tokens, which no placement on two ranks divides; with less power that is so on four ranks, with two of eight experts on eight. ``linear``: as
-it was; ``moved``: ``plan.balance``; ``copied``: with one copy; ``uniform``: tokens that choose all experts alike. All are launched, for CUDA
-graphs read no copies. ``rows``: of the busiest rank, over the mean. Figures are the slowest rank's; a layer's input is made as in
-``benchmarks/balanced.py``.
+tokens, which no placement on two ranks divides; with less power that is so on four ranks, with two of eight experts on eight.
+``linear``: as it was; ``moved``: ``plan.balance``; ``copied``: with one copy; ``uniform``: tokens that choose all experts alike. All are
+launched, for CUDA graphs read no copies. ``rows``: of the busiest rank, over the mean. Figures are the slowest rank's; a layer's input is
+made as in ``benchmarks/balanced.py``.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from moefuse.parallel.cost import products_us, reading_us
 from moefuse.parallel.placement import Placement
@@ -35,7 +36,14 @@ class Move:
     target: int
 
 
-def work_of(counts: Sequence[int], calls: int, numbers: int, itemsize: int) -> list[Work]:
+class Parts(NamedTuple):
+    """Microseconds of experts in a call: those of their rows, and of reading their weights."""
+
+    rows: list[Work]
+    reads: list[Work]
+
+
+def parts_of(counts: Sequence[int], calls: int, numbers: int, itemsize: int) -> Parts:
     """What each of E experts takes in a call of a layer.
 
     Args:
@@ -48,19 +56,63 @@ def work_of(counts: Sequence[int], calls: int, numbers: int, itemsize: int) -> l
     rows = total / max(calls, 1)
     row, read = products_us(1, numbers), reading_us(numbers * itemsize)
     shares = [count / max(total, 1) for count in counts]
-    return [rows * share * row + (1 - (1 - share) ** rows) * read for share in shares]
+    return Parts([rows * share * row for share in shares], [(1 - (1 - share) ** rows) * read for share in shares])
 
 
-def copied_us(counts: Sequence[int], calls: int, numbers: int, itemsize: int, copied: Sequence[int], world: int) -> Work:
-    """What experts that all ranks have take on each, as of :func:`work_of`: of every rank's tokens a like part."""
-    each = work_of([counts[e] for e in copied] + [sum(counts) - sum(counts[e] for e in copied)], calls * world, numbers, itemsize)
-    return sum(each[:-1])
+def work_of(counts: Sequence[int], calls: int, numbers: int, itemsize: int) -> list[Work]:
+    """The same in all."""
+    return list(map(sum, zip(*parts_of(counts, calls, numbers, itemsize), strict=True)))
 
 
 def hottest(counts: Sequence[int], most: int) -> tuple[int, ...]:
     """The experts that are chosen most, in their order; of those that are not chosen none."""
     order = sorted(range(len(counts)), key=lambda e: (-counts[e], e))
     return tuple(sorted(e for e in order[:most] if counts[e]))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of a layer. ``before``, ``after``: microseconds of its busiest rank in a call, by the load; ``copied``: experts that all
+    ranks are to have."""
+
+    placement: Placement
+    before: Work
+    after: Work
+    copied: tuple[int, ...] = ()
+
+
+def chosen(
+    before: Placement, counts: Sequence[int], calls: int, expert: tuple[int, int], enough: float = ENOUGH, copies: int = 0
+) -> Choice:
+    """What a layer gains most by, given (numbers, bytes of one) of an expert.
+
+    Copies are made where the busiest rank is done earlier by more than a layer is worth balancing for, also if rows cost nothing while
+    weights are read, and the other way round: 512 tokens of large experts on two H200 took 717 us with a copy, by which rows and weights in
+    all were less, and 688 without (``benchmarks/copies.py``).
+    """
+    parts = parts_of(counts, calls, *expert)
+    work = work_of(counts, calls, *expert)
+    placement = balanced(before, work, enough)
+    plain = Choice(placement, max(times(before, work)), max(times(placement, work)))
+    if not (copied := hottest(counts, copies)):
+        return plain
+    others = sum(counts) - sum(counts[e] for e in copied)
+    # Of the tokens of each rank a like part.
+    each = parts_of([*(counts[e] for e in copied), others], calls * before.world, *expert)
+    also = Parts(each.rows[:-1], each.reads[:-1])
+    rest = Parts(*([0.0 if e in copied else us for e, us in enumerate(part)] for part in parts))
+    spread = balanced(before, list(map(sum, zip(*rest, strict=True))), enough)
+    after = _busiest(spread, rest, also)
+    if all(here * enough < there for here, there in zip(after, _busiest(placement, parts, Parts([], [])), strict=True)):
+        return Choice(spread, plain.before, after[0], copied)
+    return plain
+
+
+def _busiest(placement: Placement, parts: Parts, also: Parts) -> tuple[Work, Work]:
+    """Of the busiest rank, where each computes ``also`` as well: if rows and reading add up, and if the shorter is hidden by the longer."""
+    rows, reads = ([us + sum(more) for us in times(placement, part)] for part, more in zip(parts, also, strict=True))
+    pairs = list(zip(rows, reads, strict=True))
+    return max(map(sum, pairs)), max(map(max, pairs))
 
 
 def times(placement: Placement, work: Sequence[Work]) -> list[float]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moefuse import _torch_private
 from moefuse.parallel.table import Table
@@ -81,14 +82,16 @@ class Hottest:
         made: the last ones.
         old: whether their experts have been written since.
         captured: whether a CUDA graph that was captured knows where weights are.
+        left: memory in which experts had moved before they were somewhere else.
     """
 
     made: Copies | None = None
     old: bool = False
     captured: bool = False
+    left: list[StorageWeakRef] = field(default_factory=list, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}
+        return vars(Hottest())
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -112,40 +115,57 @@ class Hottest:
             return None
         return self.made
 
-    def forget(self, parameters: Iterable[Any]) -> None:
-        """There are no copies any more, and no memory of them; Parameters whose addresses a CUDA graph knows stay where they are."""
-        if self.made is None:
-            return
-        self.made = None
+    def room(self, parameters: Sequence[Any], more: int, moved: bool) -> list[Tensor]:
+        """[L + R, ...] of each Parameter, which becomes the first rows of it; what there was for another R = ``more`` is gone, and copies
+        with it. Parameters whose addresses a CUDA graph knows stay where they are.
+
+        Args:
+            moved: whether experts of the layer have changed places before.
+        """
+        found, made = [], self.made
         for part in map(_torch_private.local_part, parameters):
-            if not self.captured and part.untyped_storage().nbytes() > part.numel() * part.dtype.itemsize:
-                part.data = part.clone()
+            rows, count = None if made is None else made.rows(part), len(part) + more
+            if not more and (rows is None or self.captured):
+                rows = part
+            elif rows is None or len(rows) != count or rows.data_ptr() != part.data_ptr():
+                rows = part.new_empty((count, *part.shape[1:]))
+                rows[: len(part)] = part
+                self._leave(part, rows[: len(part)], moved)
+            found.append(rows)
+        self.made = made if more else None
+        return found
+
+    def _leave(self, part: Tensor, there: Tensor, moved: bool) -> None:
+        """A Parameter is somewhere else from now on. Where experts have moved before, states that alias its old memory name others."""
+        if moved:
+            self.left = [*(was for was in self.left if not was.expired()), StorageWeakRef(part.untyped_storage())]
+        part.data = there
+
+    def has_left(self, given: Tensor) -> bool:
+        """Whether this is memory in which the layer's experts were before, and after they had moved in it."""
+        return bool(self.left) and StorageWeakRef(given.untyped_storage()) in self.left
 
     @torch.no_grad()
-    def copy(self, experts: Sequence[int], parameters: Sequence[Any], base: Table, group: Group) -> None:
-        """Make copies; a collective call. Where there have been as many before, they are where those were.
+    def copy(self, experts: Sequence[int], parameters: Sequence[Any], every: Sequence[Tensor], base: Table, group: Group) -> None:
+        """Make copies; a collective call.
 
         Args:
             parameters: of the layer, all that there are, in the same order on all ranks.
+            every: what :meth:`room` gave for them.
             base: the table that all ranks have alike, ``rank * L + local``.
         """
-        before, held = self.made, len(_torch_private.local_part(parameters[0]))
-        slots = own_table(base.slots, held, experts, group.rank)
-        self.made, wide = None, []
-        for parameter in parameters:
-            part = _torch_private.local_part(parameter)
-            rows = None if before is None else before.rows(part)
-            if rows is None or len(rows) != held + len(experts) or rows.data_ptr() != part.data_ptr():
-                rows = part.new_empty((held + len(experts), *part.shape[1:]))
-                rows[:held] = part
-                part.data = rows[:held]
+        parts = [_torch_private.local_part(parameter) for parameter in parameters]
+        held = len(parts[0])
+        wide = []
+        for parameter, part, rows in zip(parameters, parts, every, strict=True):
             for copy, expert in enumerate(experts, held):
                 rank, local = divmod(base.slots[expert], held)
                 if rank == group.rank:
                     rows[copy] = rows[local]
                 collectives.broadcast(rows[copy], rank, group.process_group)
             wide.append(Wide(weakref.ref(parameter), part, rows, (parameter._version, part._version)))
-        table = Table(slots, base.layer, base.model) if before is None else before.table
+        slots = own_table(base.slots, held, experts, group.rank)
+        table = Table(slots, base.layer, base.model) if self.made is None else self.made.table
         table.move(slots)
         self.made, self.old = Copies(tuple(experts), table, held + len(experts), tuple(wide)), False
 

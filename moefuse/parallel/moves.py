@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.errors import ParallelError
-from moefuse.parallel.balance import Move, balanced, copied_us, hottest, moves, times, work_of
+from moefuse.parallel.balance import Choice, Move, chosen, moves
 from moefuse.parallel.checks import in_optimizer
-from moefuse.parallel.placement import Placement
 from moefuse.parallel.shard import Held, held_of, holding
 from moefuse.parallel.where import Where
 from moefuse.runtime import collectives
@@ -32,14 +31,10 @@ _STAGED = 64 << 20
 
 @dataclass(frozen=True)
 class Balanced:
-    """What becomes of a layer. ``before``, ``after``: microseconds of its busiest rank in a call, by the load; ``copied``: experts that all
-    ranks are to have."""
+    """What becomes of a layer."""
 
     where: Where
-    placement: Placement
-    before: float
-    after: float
-    copied: tuple[int, ...] = ()
+    choice: Choice
 
 
 def planned(modules: Iterable[nn.Module], load: Load, enough: float, copies: int) -> list[Balanced]:
@@ -72,24 +67,10 @@ def planned(modules: Iterable[nn.Module], load: Load, enough: float, copies: int
     for module, (total, calls) in told.items():
         where = spread[module].where
         expert = _expert({one: held for one, held in every.items() if held.where is where})
-        change = _balanced(where, total, calls, expert, enough, copies)
-        if change.placement is not where.placement or change.copied or where.hottest.experts:
-            found.append(change)
-    return sorted(found, key=lambda one: one.after - one.before)
-
-
-def _balanced(where: Where, counts: list[int], calls: int, expert: tuple[int, int], enough: float, copies: int) -> Balanced:
-    """What a layer gains most by; copies are made where its busiest rank is done earlier by more than a layer is worth balancing for."""
-    before = where.placement
-    work = work_of(counts, calls, *expert)
-    placement = balanced(before, work, enough)
-    plain = Balanced(where, placement, max(times(before, work)), max(times(placement, work)))
-    if not (copied := hottest(counts, copies)):
-        return plain
-    rest = [0.0 if e in copied else us for e, us in enumerate(work)]
-    placement = balanced(before, rest, enough)
-    after = max(times(placement, rest)) + copied_us(counts, calls, *expert, copied, before.world)
-    return Balanced(where, placement, plain.before, after, copied) if after * enough < plain.after else plain
+        choice = chosen(where.placement, total, calls, expert, enough, copies)
+        if choice.placement is not where.placement or choice.copied or where.hottest.experts:
+            found.append(Balanced(where, choice))
+    return sorted(found, key=lambda one: one.choice.after - one.choice.before)
 
 
 def _some(names: Iterable[str]) -> str:
@@ -228,35 +209,32 @@ def _expert(holders: Mapping[nn.Module, Held]) -> tuple[int, int]:
 def move(change: Balanced) -> None:
     """Have the ranks hold a layer's experts so; a collective call, in which copies of the model (``deepcopy``) take part."""
     where = change.where
-    parameters = _parameters(where)
-    group, rings = Terms.parse(where.terms).group, moves(where.placement, change.placement)
+    parameters, hottest, copied = _parameters(where), where.hottest, change.choice.copied
+    group, rings = Terms.parse(where.terms).group, moves(where.placement, change.choice.placement)
     try:
         with lost_peers(where.layer, "plan.balance"):
+            # What has the memory of before stays as it was: states that were taken are right where nothing had moved.
+            every = hottest.room(parameters, len(copied), where.moved)
             for parameter in parameters if rings else ():
                 _exchange(parameter.to_local(), rings, group, where.placement.slots)
             if rings:
-                where.move(change.placement)
-            copy(where, change.copied)
+                where.move(change.choice.placement)
+            if copied:
+                hottest.copy(copied, parameters, every, where.table, group)
     except BaseException as error:
         group.standing.leave(f"experts of {where.layer} were on their way between ranks: {error}")
         raise
 
 
-def copy(where: Where, experts: Sequence[int]) -> None:
-    """Have all ranks hold copies of a layer's experts, and of no others; a collective call."""
-    parameters = _parameters(where)
-    if experts:
-        where.hottest.copy(experts, parameters, where.table, Terms.parse(where.terms).group)
-    else:
-        where.hottest.forget(parameters)
-
-
+@torch.no_grad()
 def refresh(modules: Iterable[nn.Module]) -> None:
     """Copies are what experts are now; a collective call."""
     for where in dict.fromkeys(held.where for module in modules if (held := held_of(module)) is not None):
-        if where.hottest.experts:
+        if experts := where.hottest.experts:
+            parameters = _parameters(where)
             with lost_peers(where.layer, "plan.refresh"):
-                copy(where, where.hottest.experts)
+                every = where.hottest.room(parameters, len(experts), where.moved)
+                where.hottest.copy(experts, parameters, every, where.table, Terms.parse(where.terms).group)
 
 
 def _exchange(rows: Tensor, rings: Sequence[Sequence[Move]], group: Group, slots: int) -> None:

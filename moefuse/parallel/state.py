@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moefuse.errors import ParallelError
+from moefuse.parallel.hottest import Hottest
 from moefuse.parallel.members import Member, check_whole, holder_of, members_of
 from moefuse.runtime.collectives import all_gather
 from moefuse.runtime.transports.allgather import padded
@@ -43,6 +44,9 @@ class Where(Protocol):
 
     @property
     def moved(self) -> bool: ...
+
+    @property
+    def hottest(self) -> Hottest: ...
 
     def part(self, name: str, rows: Tensor) -> Tensor: ...
 
@@ -284,7 +288,8 @@ def _check_current(given: Tensor, own: DTensor, where: Where, slot: int | None =
     local = own.to_local()
     held = given.to_local() if isinstance(given, DTensor) else given
     same = bool(local.numel()) and held.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-    if same and (slot is None or held.data_ptr() != local[slot - slots_here(own, where).start].data_ptr()):
+    moved = same and (slot is None or held.data_ptr() != local[slot - slots_here(own, where).start].data_ptr())
+    if moved or where.hottest.has_left(held):
         raise ParallelError(
             f"this state_dict was taken before plan.balance moved experts of {where.layer}, and has what is in their places now: take "
             "it anew"

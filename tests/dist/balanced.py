@@ -146,11 +146,14 @@ def refusals(rank: int) -> list[str]:
     return said
 
 
-def states_from_before(rank: int, kind: type[nn.Module]) -> dict[str, Any]:
-    """What is said to states that were taken before experts moved, and how far outputs are off after all of them."""
+def states_from_before(rank: int, kind: type[nn.Module], more: tuple[dict[str, Any], ...] = ({},)) -> dict[str, Any]:
+    """What is said to states that were taken before experts moved, by ``plan.balance(.., **more)``, and how far outputs are off after all
+    of them."""
     model, exact, plan = _model(kind)
     held, copied, full = model.state_dict(), copy.deepcopy(model.state_dict()), moefuse.full_state_dict(model)
-    plan.balance(load_of(plan, 0))
+    load = {name: [1000 * count for count in counts] for name, counts in load_of(plan, 0).items()}
+    for given in more:
+        plan = plan.balance(load, **given)
     said: dict[str, Any] = {}
     for name, state in {"held": held, "copied": copied, "anew": model.state_dict(), "full": full}.items():
         try:

@@ -66,10 +66,18 @@ def test_refusals(two: Workers) -> None:
         assert "first has 5 experts on 2 ranks: balance needs equally many on each" in odd
 
 
-@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
-def test_states_from_before(two: Workers, kind: type[nn.Module]) -> None:
-    """A state_dict shares the weights' memory, where other experts are now: loading it is an error; one that is full, or new, is loaded."""
-    for said in two.run(balanced.states_from_before, kind):
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        *((kind, more) for kind in (layers.Stacked, layers.Listed) for more in (({},), ({}, {"copies": 1}))),
+        (layers.Stacked, ({}, {"copies": 2}, {})),
+    ],
+    ids=["moved", "then copied", "a list", "a list, then copied", "then copied, and gone"],
+)
+def test_states_from_before(two: Workers, kind: type[nn.Module], more: tuple[dict[str, Any], ...]) -> None:
+    """A state_dict shares the weights' memory, where other experts are now, or were until there was room for copies somewhere else: loading
+    it is an error; one that is full, or new, is loaded."""
+    for said in two.run(balanced.states_from_before, kind, more):
         other = "some experts of first that other ranks hold are in the state, and some are not: what one rank had before plan.balance"
         held = "this state_dict was taken before plan.balance moved experts of first" if kind is layers.Stacked else other
         assert held in said["held"]

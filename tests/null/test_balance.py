@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from moefuse.parallel.balance import ENOUGH, Work, balanced, copied_us, hottest, moves, times, work_of
+from moefuse.parallel.balance import ENOUGH, Work, balanced, chosen, hottest, moves, times, work_of
 from moefuse.parallel.placement import Placement, linear, round_robin
 
 NUMBERS = 3 * 2048 * 768
@@ -112,18 +112,38 @@ def test_a_thousand_ranks_in_seconds(world: int) -> None:
     assert unbalance(after, work) < unbalance(linear(2048, world), work)
 
 
-@given(loads(), st.integers(1, 6))
-def test_copies_take_a_like_part_on_each_rank(drawn: tuple[Placement, list[float]], most: int) -> None:
-    """With many rows, of which reading weights is nothing, copies of all experts take what ranks take on average."""
-    placement, _ = drawn
-    counts = [1 + 7 * e for e in range(placement.experts)]
-    work = work_of(counts, 1, 1, 0)
-    every = copied_us(counts, 1, 1, 0, range(len(counts)), placement.world)
-    assert every == pytest.approx(sum(work) / placement.world)
-    assert hottest(counts, most) == tuple(range(len(counts)))[-most:]
+EXPERT = NUMBERS, 2
 
 
-def test_copies_with_few_tokens_are_read_everywhere() -> None:
-    counts = [7, 1, 1, 0]
-    assert 2 * copied_us(counts, 1, NUMBERS, 2, hottest(counts, 2), 2) > 1.2 * sum(work_of(counts, 1, NUMBERS, 2)[:2])
-    assert hottest(counts, 9) == (0, 1, 2)
+@given(loads(), st.integers(0, 6))
+def test_copies_are_made_where_they_gain(drawn: tuple[Placement, list[float]], most: int) -> None:
+    """Never slower by what is known of the load, and no rank has fewer experts."""
+    placement, work = drawn
+    counts = [int(1000 * us) for us in work]
+    plain, found = (chosen(placement, counts, 1, EXPERT, copies=copies) for copies in (0, most))
+    assert plain.copied == ()
+    assert found.before == plain.before
+    assert found.after <= plain.after
+    assert found.copied in ((), hottest(counts, most))
+    assert [len(rank) for rank in found.placement.ranks] == [len(rank) for rank in placement.ranks]
+
+
+@pytest.mark.parametrize(("experts", "world", "share"), [(16, 2, 0.6), (16, 4, 0.4), (8, 8, 0.5), (128, 16, 0.1)])
+def test_one_expert_with_more_than_a_rank_has(experts: int, world: int, share: float) -> None:
+    """No placement divides it; with one copy all ranks have about as much as without it."""
+    rest = int((1 - share) / (experts - 1) * 10**6)
+    counts = [int(share * 10**6)] + [rest] * (experts - 1)
+    plain, copied = (chosen(linear(experts, world), counts, 1, EXPERT, copies=copies) for copies in (0, 1))
+    mean = sum(work_of(counts, 1, *EXPERT)) / world
+    assert plain.after > 1.15 * mean
+    assert copied.copied == (0,)
+    assert copied.after < 1.1 * mean
+
+
+def test_few_tokens_want_no_copies() -> None:
+    """323 rows on each of two ranks take less than reading their expert does, of 16 (H = 5120, I = 8192)."""
+    counts = [646] + [25] * 15
+    large = 3 * 5120 * 8192, 2
+    assert chosen(linear(16, 2), counts, 1, large, copies=1).copied == ()
+    assert chosen(linear(16, 2), [8 * c for c in counts], 1, large, copies=1).copied == (0,)
+    assert hottest([7, 1, 1, 0], 9) == (0, 1, 2)
