@@ -1,8 +1,8 @@
 """Which expert goes to which rank, by measured load. Pure functions of numbers: every rank computes the same, and none communicates.
 
-Two things take a rank's time: with many tokens the rows of its experts, in whole tiles, with few the weights of those that are read at all.
-The usual measure, rows, is wrong for decoding: there every expert that has a token costs the same. They are added up, as was measured of small
-experts.
+Two things take a rank's time: with many tokens the rows of its experts, in tiles, with few the weights of those that are read at all. The
+usual measure, rows, is wrong for decoding: there every expert that has a token costs the same. Tiles and weights are added up, as was
+measured of small experts.
 
 A rank keeps as many experts as it has, so that no Parameter changes its shape. Experts are swapped, the best pair first, between the rank
 that takes longest and others, which moves few of them (EPLB, DeepSeek 2025, packs all of them anew).
@@ -18,14 +18,16 @@ from typing import NamedTuple
 
 from moefuse.parallel.cost import products_us, reading_us
 from moefuse.parallel.placement import Placement
+from moefuse.tuning.problem import power_of_two
 
 ENOUGH = 1.01
 """Ranks are balanced where the busiest takes so many times what they take on average."""
 _LIGHT = 4
 """Ranks with the least to do that are asked first for an expert in return."""
 
-TILE = 128
-"""Rows. 512 tokens a rank, K = 8 of 128 experts by Zipf(1.2), took 255 us on two H200 balanced by such tiles, 266 by rows or tiles of 64."""
+TILES = (16, 128)
+"""Least and most rows of a tile, which has twice as many as an expert has on average. Tiles of 128 for 512 tokens a rank, 8 of 128 experts
+by Zipf(1.2), took 255 us on two H200; balanced by rows, or tiles of 64, it were 266."""
 Work = float
 """Microseconds of an expert in a call."""
 
@@ -53,7 +55,7 @@ class Parts(NamedTuple):
     reads: list[Work]
 
 
-def parts_of(counts: Sequence[int], calls: int, numbers: int, itemsize: int) -> Parts:
+def parts_of(counts: Sequence[int], calls: int, numbers: int, itemsize: int, tile: int | None = None) -> Parts:
     """What each of E experts takes in a call of a layer.
 
     Args:
@@ -61,22 +63,30 @@ def parts_of(counts: Sequence[int], calls: int, numbers: int, itemsize: int) -> 
         calls: in how many calls that was.
         numbers: of the weights of one expert on one rank.
         itemsize: bytes of one of them.
+        tile: rows of one; None: those that kernels take for so many experts.
     """
     total = sum(counts)
     each = total / max(calls, 1)
+    tile = tile_of(each / max(len(counts), 1)) if tile is None else tile
     row, read = products_us(1, numbers), reading_us(numbers * itemsize)
     shares = [count / max(total, 1) for count in counts]
     rows = [each * share for share in shares]
-    return Parts([n * row for n in rows], [in_tiles(n) * row for n in rows], [(1 - (1 - share) ** each) * read for share in shares])
+    return Parts([n * row for n in rows], [in_tiles(n, tile) * row for n in rows], [(1 - (1 - share) ** each) * read for share in shares])
 
 
-def in_tiles(rows: float) -> float:
+def tile_of(mean: float) -> int:
+    """Rows of a tile where experts have so many on average."""
+    least, most = TILES
+    return min(max(power_of_two(2 * mean), least), most)
+
+
+def in_tiles(rows: float, size: int) -> float:
     """Rows of the tiles of an expert that has so many on average, where numbers of rows are about normal."""
     spread = math.sqrt(2 * rows)
     if not spread:
         return 0.0
-    above = [0.5 * math.erfc((tile * TILE + 0.5 - rows) / spread) for tile in range(int(rows + 4 * spread) // TILE + 1)]
-    return TILE * math.fsum(above)
+    above = [0.5 * math.erfc((tile * size + 0.5 - rows) / spread) for tile in range(int(rows + 4 * spread) // size + 1)]
+    return size * math.fsum(above)
 
 
 def work_of(counts: Sequence[int], calls: int, numbers: int, itemsize: int) -> list[Work]:
@@ -119,7 +129,8 @@ def chosen(
         return plain
     others = sum(counts) - sum(counts[e] for e in copied)
     # Of the tokens of each rank a like part.
-    each = parts_of([*(counts[e] for e in copied), others], calls * before.world, *expert)
+    tile = tile_of(sum(counts) / max(calls, 1) / len(counts))
+    each = parts_of([*(counts[e] for e in copied), others], calls * before.world, *expert, tile)
     also = Parts(*(part[:-1] for part in each))
     rest = Parts(*([0.0 if e in copied else us for e, us in enumerate(part)] for part in parts))
     spread = balanced(before, [tiles + reads for _, tiles, reads in zip(*rest, strict=True)], enough)
