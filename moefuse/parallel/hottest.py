@@ -2,7 +2,8 @@
 
 They are rows behind a rank's own, [L + R, ...] in memory of which the Parameter is the first L: ``state_dict``, optimizers and checkpoints
 know nothing of them. A rank's table says that a copied expert is where its tokens are, so that tables differ between ranks, which no graph
-sees. What is written to a Parameter makes copies old: they are asked for in every call, by version and address, and given up.
+sees. What is written to a Parameter makes copies old: they are asked for in every call, by version and address, and given up; steps of
+optimizers are seen, too, for the fused ones change no version.
 
 A CUDA graph that a user captures asks nobody when it is replayed. So while one is captured layers read no copies; and since it knows where
 weights are, none are made behind it.
@@ -10,6 +11,7 @@ weights are, none are made behind it.
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moefuse import _torch_private
 from moefuse.parallel.table import Table
@@ -74,19 +77,21 @@ class Copies:
         return self.table, str(self.slots), of_weight(replace(Terms.parse(known), copied=True).text, name)
 
 
-@dataclass
+@dataclass(eq=False)
 class Hottest:
     """The copies that a layer has.
 
     Attributes:
         made: the last ones.
-        old: whether their experts have been written since.
+        old: whether their experts have been written since, and nothing reads them.
+        stepped: whether an optimizer has made a step with these experts since.
         captured: whether a CUDA graph that was captured knows where weights are.
         left: memory in which experts had moved before they were somewhere else.
     """
 
     made: Copies | None = None
     old: bool = False
+    stepped: bool = False
     captured: bool = False
     left: list[StorageWeakRef] = field(default_factory=list, repr=False)
 
@@ -105,7 +110,7 @@ class Hottest:
             return None
         if self.made is None or self.old:
             return None
-        if not all(wide.new for wide in self.made.wide):
+        if self.stepped or not all(wide.new for wide in self.made.wide):
             self.old = True
             warnings.warn(
                 f"experts of {self.made.table.layer or 'a layer'} have been written since the hottest were copied: tokens go to the ranks "
@@ -145,7 +150,6 @@ class Hottest:
         """Whether this is memory in which the layer's experts were before, and after they had moved in it."""
         return bool(self.left) and StorageWeakRef(given.untyped_storage()) in self.left
 
-    @torch.no_grad()
     def copy(self, experts: Sequence[int], parameters: Sequence[Any], every: Sequence[Tensor], base: Table, group: Group) -> None:
         """Make copies; a collective call.
 
@@ -167,7 +171,25 @@ class Hottest:
         slots = own_table(base.slots, held, experts, group.rank)
         table = Table(slots, base.layer, base.model) if self.made is None else self.made.table
         table.move(slots)
-        self.made, self.old = Copies(tuple(experts), table, held + len(experts), tuple(wide)), False
+        self.made, self.old, self.stepped = Copies(tuple(experts), table, held + len(experts), tuple(wide)), False, False
+        _watch_optimizers()
+        _copied.add(self)
+
+
+_copied: weakref.WeakSet[Hottest] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Steps of fused optimizers are no writes for torch's versions."""
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    written = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for layer in _copied:
+        if layer.made is not None and any(id(wide.parameter()) in written for wide in layer.made.wide):
+            layer.stepped = True
 
 
 def own_table(slots: Sequence[int], held: int, copied: Sequence[int], rank: int) -> list[int]:

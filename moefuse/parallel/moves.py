@@ -205,6 +205,7 @@ def _expert(holders: Mapping[nn.Module, Held]) -> tuple[int, int]:
     return sum(math.prod(row.shape[1:]) for row in rows), max(row.dtype.itemsize for row in rows)
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def move(change: Balanced) -> None:
     """Have the ranks hold a layer's experts so; a collective call, in which copies of the model (``deepcopy``) take part."""
@@ -226,6 +227,7 @@ def move(change: Balanced) -> None:
         raise
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def refresh(modules: Iterable[nn.Module]) -> None:
     """Copies are what experts are now; a collective call."""

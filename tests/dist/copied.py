@@ -127,6 +127,28 @@ def _is_read(run: Any, hottest: Any, x: Tensor) -> bool:
     return bool(differs)
 
 
+def stepped(rank: int, how: dict[str, Any]) -> list[float]:
+    """How far a model is off behind an optimizer's step with experts that have copies, and with copies made anew."""
+    model, single, plan = made(layers.Stacked)
+    run, x, off = compiled(model), tokens(rank), []
+    with torch.inference_mode():  # what is made of memory here is for training, too
+        plan = plan.balance(load_of(plan, (0, 3)), copies=COPIES)
+        run(x)
+    for each, groups in ((model, plan.param_groups(model)), (single, [{"params": list(single.parameters())}])):
+        optimizer = torch.optim.AdamW(groups, lr=0.1, **how)
+        for p in each.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+    del optimizer
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        off.append(float((run(x) - single(x)).abs().max()))
+        plan.refresh()
+        off.append(float((run(x) - single(x)).abs().max()))
+    return off
+
+
 def refusals(rank: int) -> list[str]:
     said = []
 

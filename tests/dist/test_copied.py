@@ -44,6 +44,13 @@ def _check(found: list[dict[str, Any]]) -> None:
     assert len({one["said"] for one in found}) == 1 or "here" in found[0]["said"]
 
 
+@pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_steps_of_optimizers(two: Workers, how: dict[str, Any]) -> None:
+    """A fused one changes no version of what it writes."""
+    for off in two.run(copied.stepped, how):
+        assert max(off) <= 1e-5
+
+
 def test_refusals(two: Workers) -> None:
     for rank, (negative, boolean, other, replicated, gathered, captured) in enumerate(two.run(copied.refusals)):
         assert negative == "copies=-1 is not legal; use a number of experts from 0 on"
