@@ -136,7 +136,7 @@ def rebalanced(plan: Any, load: dict[str, Tensor], device: torch.device) -> tupl
     """(The plan behind ``balance``, how long that took, and what was sent)."""
     moving, move = [0.0], moves.move
 
-    def timed(change: moves.Balanced) -> None:
+    def timed(change: moves.Change) -> None:
         begin = now(device)
         move(change)
         moving.append(now(device) - begin)

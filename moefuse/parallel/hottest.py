@@ -2,8 +2,10 @@
 
 They are rows behind a rank's own, [L + R, ...] in memory of which the Parameter is the first L: ``state_dict``, optimizers and checkpoints
 know nothing of them. A rank's table says that a copied expert is where its tokens are, so that tables differ between ranks, which no graph
-sees. What is written to a Parameter makes copies old: they are asked for in every call, by version and address, and given up; steps of
-optimizers are seen, too, for the fused ones change no version.
+sees. What is written to a Parameter makes copies old: they are asked for in every call, by version and address, and tokens go to experts'
+own ranks again, by another table in the same memory; steps of optimizers are seen, too, for fused ones change no version.
+
+All layers of a plan have room for as many copies, so that which of them have any is in their tables and not in graphs.
 
 A CUDA graph that a user captures asks nobody when it is replayed. So while one is captured layers read no copies; and since it knows where
 weights are, none are made behind it.
@@ -42,28 +44,31 @@ class Wide(NamedTuple):
     versions: tuple[int, int]
 
     @property
-    def new(self) -> bool:
-        """Whether nothing has been written since; also of a Parameter that is gone."""
+    def there(self) -> bool:
+        """Whether the Parameter is the first of these rows; also of one that is gone."""
         parameter, part = self.parameter(), self.part
-        if parameter is None:
-            return True
-        is_part = _torch_private.local_part(parameter) is part and part.data_ptr() == self.rows.data_ptr()
-        return is_part and self.versions == (parameter._version, part._version)
+        return parameter is None or (_torch_private.local_part(parameter) is part and part.data_ptr() == self.rows.data_ptr())
+
+    @property
+    def written(self) -> bool:
+        """Whether it was written since."""
+        parameter = self.parameter()
+        return parameter is not None and self.versions != (parameter._version, self.part._version)
 
 
 @dataclass(frozen=True)
-class Copies:
+class Room:
     """What a layer has beside its Parameters.
 
     Attributes:
-        experts: whose copies they are.
         table: of this rank, [E]: slots are ``rank * (L + R) + local``.
+        plain: these slots without copies.
         slots: L + R.
         wide: of each Parameter.
     """
 
-    experts: tuple[int, ...]
     table: Table
+    plain: tuple[int, ...]
     slots: int
     wide: tuple[Wide, ...]
 
@@ -82,14 +87,18 @@ class Hottest:
     """The copies that a layer has.
 
     Attributes:
-        made: the last ones.
-        old: whether their experts have been written since, and nothing reads them.
-        stepped: whether an optimizer has made a step with these experts since.
+        more: R.
+        experts: those that all ranks are to have, at most R.
+        room: where they are.
+        old: whether experts have been written since copies were made, which nobody reads then.
+        stepped: whether an optimizer has made a step with them since.
         captured: whether a CUDA graph that was captured knows where weights are.
         left: memory in which experts had moved before they were somewhere else.
     """
 
-    made: Copies | None = None
+    more: int = 0
+    experts: tuple[int, ...] = ()
+    room: Room | None = None
     old: bool = False
     stepped: bool = False
     captured: bool = False
@@ -98,46 +107,48 @@ class Hottest:
     def __getstate__(self) -> dict[str, Any]:
         return vars(Hottest())
 
-    @property
-    def experts(self) -> tuple[int, ...]:
-        """Those that have copies, old ones too."""
-        return () if self.made is None else self.made.experts
-
-    def current(self) -> Copies | None:
-        """What a call may read; None: what the Parameters are."""
+    def current(self) -> Room | None:
+        """What a call reads; None: what the Parameters are."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self.captured = True
             return None
-        if self.made is None or self.old:
+        room = self.room
+        if room is None:
             return None
-        if self.stepped or not all(wide.new for wide in self.made.wide):
+        there = all(wide.there for wide in room.wide)
+        if not there:
+            self.room = None
+        if self.experts and not self.old and (not there or self.stepped or any(wide.written for wide in room.wide)):
             self.old = True
+            room.table.move(room.plain)
+            room.table.note = ", whose copies of hot experts are old"
             warnings.warn(
-                f"experts of {self.made.table.layer or 'a layer'} have been written since the hottest were copied: tokens go to the ranks "
-                "that have them until plan.refresh(), or plan.balance(load, copies=..), copies them anew",
+                f"experts of {room.table.layer or 'a layer'} have been written since the hottest were copied: tokens go to the ranks that "
+                "have them until all ranks call plan.refresh(), or plan.balance(load, copies=..)",
                 stacklevel=2,
             )
-            return None
-        return self.made
+        return self.room
 
-    def room(self, parameters: Sequence[Any], more: int, moved: bool) -> list[Tensor]:
+    def make_room(self, parameters: Sequence[Any], more: int, moved: bool) -> list[Tensor]:
         """[L + R, ...] of each Parameter, which becomes the first rows of it; what there was for another R = ``more`` is gone, and copies
         with it. Parameters whose addresses a CUDA graph knows stay where they are.
 
         Args:
             moved: whether experts of the layer have changed places before.
         """
-        found, made = [], self.made
+        found = []
         for part in map(_torch_private.local_part, parameters):
-            rows, count = None if made is None else made.rows(part), len(part) + more
+            rows, count = None if self.room is None else self.room.rows(part), len(part) + more
             if not more and (rows is None or self.captured):
                 rows = part
             elif rows is None or len(rows) != count or rows.data_ptr() != part.data_ptr():
                 rows = part.new_empty((count, *part.shape[1:]))
                 rows[: len(part)] = part
+                rows[len(part) :] = 0  # they are read where a region is verified
                 self._leave(part, rows[: len(part)], moved)
             found.append(rows)
-        self.made = made if more else None
+        if not more:
+            self.more, self.experts, self.room = 0, (), None
         return found
 
     def _leave(self, part: Tensor, there: Tensor, moved: bool) -> None:
@@ -154,12 +165,13 @@ class Hottest:
         """Make copies; a collective call.
 
         Args:
+            experts: at most R.
             parameters: of the layer, all that there are, in the same order on all ranks.
-            every: what :meth:`room` gave for them.
+            every: what :meth:`make_room` gave for them.
             base: the table that all ranks have alike, ``rank * L + local``.
         """
         parts = [_torch_private.local_part(parameter) for parameter in parameters]
-        held = len(parts[0])
+        held, slots = len(parts[0]), len(every[0])
         wide = []
         for parameter, part, rows in zip(parameters, parts, every, strict=True):
             for copy, expert in enumerate(experts, held):
@@ -168,10 +180,12 @@ class Hottest:
                     rows[copy] = rows[local]
                 collectives.broadcast(rows[copy], rank, group.process_group)
             wide.append(Wide(weakref.ref(parameter), part, rows, (parameter._version, part._version)))
-        slots = own_table(base.slots, held, experts, group.rank)
-        table = Table(slots, base.layer, base.model) if self.made is None else self.made.table
-        table.move(slots)
-        self.made, self.old, self.stepped = Copies(tuple(experts), table, held + len(experts), tuple(wide)), False, False
+        mine, plain = (own_table(base.slots, held, slots, copied, group.rank) for copied in (experts, ()))
+        table = Table(mine, base.layer, base.model) if self.room is None else self.room.table
+        table.move(mine)
+        table.note = ""
+        self.room = Room(table, tuple(plain), slots, tuple(wide))
+        self.more, self.experts, self.old, self.stepped = slots - held, tuple(experts), False, False
         _watch_optimizers()
         _copied.add(self)
 
@@ -188,15 +202,14 @@ def _watch_optimizers() -> None:
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     written = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for layer in _copied:
-        if layer.made is not None and any(id(wide.parameter()) in written for wide in layer.made.wide):
+        if layer.room is not None and any(id(wide.parameter()) in written for wide in layer.room.wide):
             layer.stepped = True
 
 
-def own_table(slots: Sequence[int], held: int, copied: Sequence[int], rank: int) -> list[int]:
-    """[E]: where a rank sends tokens of each expert, ``rank * (L + R) + local``; ``slots`` [E] is without copies, L = ``held``."""
-    wide = held + len(copied)
+def own_table(slots: Sequence[int], held: int, wide: int, copied: Sequence[int], rank: int) -> list[int]:
+    """[E]: where a rank sends tokens of each expert, ``rank * (L + R) + local``; ``slots`` [E] is without copies, ``rank * L + local``."""
     found = [slot // held * wide + slot % held for slot in slots]
-    for copy, expert in enumerate(copied):
+    for copy, expert in enumerate(copied, held):
         if slots[expert] // held != rank:
-            found[expert] = rank * wide + held + copy
+            found[expert] = rank * wide + copy
     return found

@@ -6,7 +6,9 @@ Nothing that a compiled graph holds is replaced: weights and table keep their ad
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.errors import ParallelError
-from moefuse.parallel.balance import Choice, Move, chosen, moves
+from moefuse.parallel.balance import Move, chosen, moves
 from moefuse.parallel.checks import in_optimizer
+from moefuse.parallel.placement import Placement
 from moefuse.parallel.shard import Held, held_of, holding
 from moefuse.parallel.where import Where
 from moefuse.runtime import collectives
@@ -30,47 +33,85 @@ _STAGED = 64 << 20
 
 
 @dataclass(frozen=True)
-class Balanced:
-    """What becomes of a layer."""
+class Asked:
+    """What ``plan.balance`` was asked for, with the names that it has there; the same on all ranks."""
+
+    enough: float
+    layers: int | None
+    copies: int
+
+    def check(self) -> None:
+        """Raises for what is not legal."""
+        if not _is_count(self.copies):
+            raise ParallelError(f"copies={self.copies!r} is not legal; use a number of experts from 0 on")
+        if self.layers is not None and not _is_count(self.layers):
+            raise ParallelError(f"layers={self.layers!r} is not legal; use a number from 0 on, or None")
+
+    @property
+    def mark(self) -> int:
+        """A number for it."""
+        return zlib.crc32(repr(self).encode()) & 0xFFFF
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+
+
+@dataclass(frozen=True)
+class Change:
+    """What becomes of a layer: which experts are where, and of which all ranks have copies."""
 
     where: Where
-    choice: Choice
+    placement: Placement
+    copied: tuple[int, ...]
 
 
-def planned(modules: Iterable[nn.Module], load: Load, enough: float, copies: int) -> list[Balanced]:
-    """What is to be moved and copied, the layers that gain most first; a collective call. All ranks come to the same.
+@dataclass(frozen=True)
+class Planned:
+    """What becomes of a plan: layers that change, all of them that are spread, and for how many copies each has room."""
+
+    changes: list[Change]
+    every: list[Where]
+    room: int
+
+
+def planned(modules: Iterable[nn.Module], load: Load, asked: Asked) -> Planned:
+    """What is to be moved and copied; a collective call. All ranks come to the same.
 
     Raises:
-        ParallelError: on all ranks, if one of them refuses, or none has a load of any layer.
+        ParallelError: on all ranks, if one of them refuses or asks for something else, or none has a load of any layer.
     """
     every = {module: held for module in dict.fromkeys(modules) if (held := held_of(module)) is not None and held.where.terms}
     # Of a layer that has its projections in several modules, the first.
     first = {id(held.where): module for module, held in reversed(every.items())}
-    spread = {module: held for module, held in every.items() if first[id(held.where)] is module}
+    spread = {module: held.where for module, held in every.items() if first[id(held.where)] is module}
     refused, counts = "", {}
     try:
-        load = _named_as(load, [held.where.layer for held in spread.values()])
-        counts = {module: _counts(held.where, load) for module, held in spread.items()}
-        moving = [held.where for module, held in spread.items() if counts[module] is not None]
-        _may_move(moving)
-        _may_copy(moving, copies)
+        load = _named_as(load, [where.layer for where in spread.values()])
+        counts = {module: _counts(where, load) for module, where in spread.items()}
+        asked.check()
+        _may_move([where for module, where in spread.items() if counts[module] is not None])
+        _may_copy(spread.values() if asked.copies else ())
     except ParallelError as error:
         refused = str(error)
-    told = _of_all({module: held.where for module, held in spread.items()}, counts, bool(refused))
+    told = _of_all(spread, counts, bool(refused), asked)
     if refused:
         raise ParallelError(refused)
     if told is None:
         raise ParallelError("another rank refuses to balance, and its own error says why; nothing has moved")
     if not told:
-        raise ParallelError(f"the load has {_some(load)}, and the plan {_some(held.where.layer for held in spread.values())}")
-    found = []
+        raise ParallelError(f"the load has {_some(load)}, and the plan {_some(where.layer for where in spread.values())}")
+    found: list[tuple[float, Change]] = []
     for module, (total, calls) in told.items():
-        where = spread[module].where
+        where = spread[module]
         expert = _expert({one: held for one, held in every.items() if held.where is where})
-        choice = chosen(where.placement, total, calls, expert, enough, copies)
-        if choice.placement is not where.placement or choice.copied or where.hottest.experts:
-            found.append(Balanced(where, choice))
-    return sorted(found, key=lambda one: one.choice.after - one.choice.before)
+        choice = chosen(where.placement, total, calls, expert, asked.enough, asked.copies)
+        if choice.placement is not where.placement or choice.copied != where.hottest.experts:
+            found.append((choice.after - choice.before, Change(where, choice.placement, choice.copied)))
+    changes = [change for _, change in sorted(found, key=lambda one: one[0])[: asked.layers]]
+    # Which layers have copies is to be in no graph; where none has any, none needs room.
+    wanted = any(change.copied for change in changes) or any(where.hottest.more == asked.copies for where in spread.values())
+    return Planned(changes, list(spread.values()), asked.copies if wanted else 0)
 
 
 def _some(names: Iterable[str]) -> str:
@@ -143,10 +184,8 @@ def _may_move(layers: Iterable[Where]) -> None:
         raise ParallelError(f"an optimizer ({kind}) has experts, as of {layer}, and its states do not move: balance is for inference")
 
 
-def _may_copy(layers: Iterable[Where], copies: int) -> None:
-    if not isinstance(copies, int) or isinstance(copies, bool) or copies < 0:
-        raise ParallelError(f"copies={copies!r} is not legal; use a number of experts from 0 on")
-    for where in layers if copies else ():
+def _may_copy(layers: Iterable[Where]) -> None:
+    for where in layers:
         terms = Terms.parse(where.terms)
         if where.slices is not None:
             raise ParallelError(f"ranks have slices of the experts of {where.layer}: copies are of whole experts")
@@ -166,21 +205,31 @@ def _parameters(where: Where) -> list[Any]:
 
 
 def _of_all(
-    spread: Mapping[nn.Module, Where], counts: Mapping[nn.Module, Tensor | None], refused: bool
+    spread: Mapping[nn.Module, Where], counts: Mapping[nn.Module, Tensor | None], refused: bool, asked: Asked
 ) -> dict[nn.Module, tuple[list[int], int]] | None:
     """([E] of the tokens of all ranks, the calls in which they were counted) of each layer that some rank has a load of, in one exchange
-    for each mesh; None if some rank refuses."""
+    for each mesh; None if some rank refuses.
+
+    Raises:
+        ParallelError: ranks ask for different things.
+    """
     found: dict[nn.Module, tuple[list[int], int]] = {}
     stopped = False
     for mesh in dict.fromkeys(where.mesh for where in spread.values()):
         some = {module: where for module, where in spread.items() if where.mesh == mesh}
         parts = [_told(where, counts.get(module)) for module, where in some.items()]
-        sums = torch.cat([*parts, torch.tensor([int(refused)])]).to(_parameters(next(iter(some.values())))[0].to_local().device)
+        said = torch.tensor([int(refused), asked.mark, asked.mark**2])
+        sums = torch.cat([*parts, said]).to(_parameters(next(iter(some.values())))[0].to_local().device)
         with lost_peers(next(iter(some.values())).layer, "plan.balance, which every rank has to call"):
             for dim in range(mesh.ndim):
                 collectives.all_reduce(sums, mesh.get_group(dim))
-        *every, stops = sums.cpu().split([*map(len, parts), 1])
+        *every, others = sums.cpu().split([*map(len, parts), len(said)])
+        stops, marks, squares = others.tolist()
         stopped = stopped or bool(stops)
+        if not stopped and marks**2 != squares * mesh.size():  # Cauchy and Schwarz
+            raise ParallelError(
+                f"ranks balance in different ways, this one by {asked}: all of them have to ask for the same; nothing has moved"
+            )
         for (module, where), (*total, calls, ranks) in zip(some.items(), map(Tensor.tolist, every), strict=True):
             # Where ranks have equal tokens, all of them have counted the same.
             each = ranks if Terms.parse(where.terms).tokens == "replicated" else 1
@@ -207,24 +256,42 @@ def _expert(holders: Mapping[nn.Module, Held]) -> tuple[int, int]:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def move(change: Balanced) -> None:
-    """Have the ranks hold a layer's experts so; a collective call, in which copies of the model (``deepcopy``) take part."""
-    where = change.where
-    parameters, hottest, copied = _parameters(where), where.hottest, change.choice.copied
-    group, rings = Terms.parse(where.terms).group, moves(where.placement, change.choice.placement)
+def carry_out(plan: Planned) -> None:
+    """Have the ranks hold experts so; a collective call, in which copies of the model (``deepcopy``) take part."""
+    copied = {id(change.where): change.copied for change in plan.changes}
+    # What has the memory of before stays as it was: states that were taken are right where nothing had moved.
+    rooms = [where.hottest.make_room(_parameters(where), plan.room, where.moved) for where in plan.every]
+    for change in plan.changes:
+        with _leaving(change.where, "plan.balance"):
+            move(change)
+    for where, rows in zip(plan.every, rooms, strict=True) if plan.room else ():
+        with _leaving(where, "plan.balance"):
+            _copy(where, copied.get(id(where), where.hottest.experts[: plan.room]), rows)
+
+
+@contextmanager
+def _leaving(where: Where, what: str) -> Iterator[None]:
+    """Whoever raises in here has left the order of collectives."""
     try:
-        with lost_peers(where.layer, "plan.balance"):
-            # What has the memory of before stays as it was: states that were taken are right where nothing had moved.
-            every = hottest.room(parameters, len(copied), where.moved)
-            for parameter in parameters if rings else ():
-                _exchange(parameter.to_local(), rings, group, where.placement.slots)
-            if rings:
-                where.move(change.choice.placement)
-            if copied:
-                hottest.copy(copied, parameters, every, where.table, group)
+        with lost_peers(where.layer, what):
+            yield
     except BaseException as error:
-        group.standing.leave(f"experts of {where.layer} were on their way between ranks: {error}")
+        Terms.parse(where.terms).group.standing.leave(f"experts of {where.layer} were on their way between ranks: {error}")
         raise
+
+
+def move(change: Change) -> None:
+    """Weights first, then the table."""
+    where = change.where
+    rings = moves(where.placement, change.placement)
+    for parameter in _parameters(where) if rings else ():
+        _exchange(parameter.to_local(), rings, Terms.parse(where.terms).group, where.placement.slots)
+    if rings:
+        where.move(change.placement)
+
+
+def _copy(where: Where, experts: Sequence[int], rows: Sequence[Tensor]) -> None:
+    where.hottest.copy(experts, _parameters(where), rows, where.table, Terms.parse(where.terms).group)
 
 
 @torch.inference_mode(False)
@@ -232,11 +299,10 @@ def move(change: Balanced) -> None:
 def refresh(modules: Iterable[nn.Module]) -> None:
     """Copies are what experts are now; a collective call."""
     for where in dict.fromkeys(held.where for module in modules if (held := held_of(module)) is not None):
-        if experts := where.hottest.experts:
-            parameters = _parameters(where)
-            with lost_peers(where.layer, "plan.refresh"):
-                every = where.hottest.room(parameters, len(experts), where.moved)
-                where.hottest.copy(experts, parameters, every, where.table, Terms.parse(where.terms).group)
+        if where.hottest.more:
+            with _leaving(where, "plan.refresh, which every rank has to call"):
+                rows = where.hottest.make_room(_parameters(where), where.hottest.more, where.moved)
+                _copy(where, where.hottest.experts, rows)
 
 
 def _exchange(rows: Tensor, rings: Sequence[Sequence[Move]], group: Group, slots: int) -> None:

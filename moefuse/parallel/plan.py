@@ -89,21 +89,22 @@ class Plan:
             layers: at most so many are moved, those that gain most: the others' turn is the next call's. None: all.
             enough: a layer stays as it is whose busiest rank takes at most so many times what ranks take on average.
             copies: so many of a layer's hottest experts all ranks may have, each for its own tokens, where its busiest rank is done earlier
-                then than by moving alone: where one expert has more to do than a rank has on average. They take memory, and weights other
-                addresses: what is compiled for inference is compiled once more. What is written to experts makes copies old, which are not
-                read then (a warning; :meth:`refresh`). CUDA graphs that a user captures do not read them. 0: none, and earlier ones go.
+                then than by moving alone: where one expert has more to do than a rank has on average. If any layer gains so, all layers get
+                room for as many, and weights other addresses: what is compiled for inference is compiled once more. What is written to
+                experts makes copies old, which are not read then (a warning; :meth:`refresh`). CUDA graphs that a user captures do not read
+                them. 0: none, and earlier ones go.
 
         Returns:
             The plan as it is now.
 
         Raises:
-            ParallelError: counts that do not fit; unequal numbers of experts on the ranks; gradients, an optimizer, or FSDP's shards, which
-                would stay behind; ``copies`` of slices, of experts that see the same tokens on all ranks, or behind a captured CUDA graph.
+            ParallelError: arguments that differ between ranks; counts that do not fit; unequal numbers of experts on the ranks; gradients,
+                an optimizer, or FSDP's shards, which would stay behind; ``copies`` of slices, of experts that see the same tokens on all
+                ranks, or behind a captured CUDA graph.
         """
-        changes = moves.planned((module for module, _ in self._held), load, enough, copies)[:layers]
-        for change in changes:
-            moves.move(change)
-        now = {change.where.layer: change.where for change in changes}
+        found = moves.planned((module for module, _ in self._held), load, moves.Asked(enough, layers, copies))
+        moves.carry_out(found)
+        now = {where.layer: where for where in found.every}
         return replace(self, layers=tuple(_moved(layer, now.get(layer.name)) for layer in self.layers))
 
     def refresh(self) -> None:

@@ -19,8 +19,8 @@ class Table:
     """
 
     def __init__(self, slots: Sequence[int], layer: str = "", model: int = 1) -> None:
-        """``layer`` of the ``model``-th one on its mesh: whose table it is, for ``moefuse/runtime/layers.py``."""
-        self.slots, self.layer, self.model = tuple(slots), layer, model
+        """``layer`` of the ``model``-th one on its mesh: whose table it is, for ``moefuse/runtime/layers.py``, with a ``note`` on it."""
+        self.slots, self.layer, self.model, self.note = tuple(slots), layer, model, ""
         self.tensors: dict[tuple[str, int | None], Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:

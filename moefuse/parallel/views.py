@@ -125,14 +125,14 @@ def _in_step(holder: Any) -> None:
     if PARTS not in vars(holder):
         object.__setattr__(holder, PARTS, {})
     parts, ways = getattr(holder, PARTS), getattr(holder, WAYS)
-    copies = ways.hottest.current()
+    room = ways.hottest.current()
     for name, of in ways.of.items():
         parameter = holder._parameters.get(name)
         is_part = isinstance(parameter, DTensor) and len(parameter.placements) <= of[2]
         part = _torch_private.local_part(parameter) if is_part else None
-        rows = None if copies is None or part is None else copies.rows(part)
+        rows = None if room is None or part is None else room.rows(part)
         if rows is not None:
-            part, of = rows, (copies.of(of[0][2]), *of[1:])
+            part, of = rows, (room.of(of[0][2]), *of[1:])
         if name not in parts or parts[name]["part"] is not part:
             parts[name] = _kept(holder, name, part, of)
 

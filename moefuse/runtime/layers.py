@@ -19,6 +19,8 @@ class OfLayer(Protocol):
     def layer(self) -> str: ...
     @property
     def model(self) -> int: ...
+    @property
+    def note(self) -> str: ...
 
 
 _at: weakref.WeakValueDictionary[int, OfLayer] = weakref.WeakValueDictionary()
@@ -36,8 +38,10 @@ def layer_of(place: Tensor | None) -> str:
 
 
 def mark_of(place: Tensor | None) -> str:
-    """The same in what ranks compare: layers of several models on one mesh may have one name, and the first model needs no number."""
+    """The same in what ranks compare: layers of several models on one mesh may have one name, and the first model needs no number; and what
+    else they must have alike."""
     holder = None if place is None else _at.get(place.data_ptr())
     if holder is None:
         return ""
-    return holder.layer if holder.model == 1 else f"{holder.layer} (model {holder.model})".lstrip()
+    model = "" if holder.model == 1 else f" (model {holder.model})"
+    return f"{holder.layer}{model}{holder.note}".lstrip()

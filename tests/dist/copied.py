@@ -120,7 +120,7 @@ def _scale(model: nn.Module, by: float) -> None:
 def _is_read(run: Any, hottest: Any, x: Tensor) -> bool:
     """Whether what a rank computes changes with its copies, on any rank; they are wrong afterwards."""
     before = run(x)
-    for wide in hottest.made.wide:
+    for wide in hottest.room.wide:
         wide.rows[len(wide.part) :] = 3.0
     differs = torch.tensor([float((run(x) - before).abs().max() > 0)])
     dist.all_reduce(differs)
@@ -149,6 +149,52 @@ def stepped(rank: int, how: dict[str, Any]) -> list[float]:
     return off
 
 
+def in_turns(rank: int) -> dict[str, Any]:
+    """Copies of either layer, of both, of none: what is off, how often that was compiled for, and what layers have then."""
+    model, single, plan = made(layers.Stacked)
+    run, x, off = compiled(model), tokens(rank), []
+    even = [1000] * E
+    first, second = (layer.name for layer in plan.layers)
+    hot = load_of(plan, (0, 3))
+    with torch.no_grad():
+        run(x)
+        plan = plan.balance(hot, copies=COPIES)
+        run(x)
+        torch._dynamo.utils.counters.clear()
+        loads = [{first: hot[first], second: even}, {first: even, second: hot[second]}, {first: even, second: even}, hot]
+        copied = []
+        for load in loads:
+            plan = plan.balance(load, copies=COPIES)
+            copied.append([bool(layer.copied) for layer in plan.layers])
+            off.append(float((run(x) - single(x)).abs().max()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for each in (model, single):
+                dict(each.named_parameters())["first.down"].mul_(2)
+            off.append(float((run(x) - single(x)).abs().max()))
+        plan = plan.balance(loads[0], copies=COPIES, layers=0)
+        copied.append([bool(layer.copied) for layer in plan.layers])
+        off.append(float((run(x) - single(x)).abs().max()))
+    return {"off": off, "copied": copied, "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
+
+
+def written_by_one(rank: int) -> str:
+    """What is told where one rank alone writes its experts."""
+    model, _, plan = made(layers.Stacked)
+    run = compiled(model)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan.balance(load_of(plan, (0, 3)), copies=COPIES)
+        run(tokens(rank))
+        if rank:
+            dict(model.named_parameters())["first.down"].to_local().mul_(2)
+        try:
+            run(tokens(rank))
+        except moefuse.PeerError as error:
+            return str(error)
+    return "nothing"
+
+
 def refusals(rank: int) -> list[str]:
     said = []
 
@@ -163,6 +209,9 @@ def refusals(rank: int) -> list[str]:
     refused(plan, copies=-1)
     refused(plan, copies=True)
     refused(plan, copies=1.5 if rank else 1)
+    refused(plan, layers=-1)
+    refused(plan, copies=1 + rank)
+    refused(plan, layers=1 + rank)
     _, _, plan = made(layers.Stacked, tokens="replicated")
     refused(plan, copies=1)
     _, _, plan = made(layers.Stacked, transport="gather")

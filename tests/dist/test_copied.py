@@ -51,11 +51,29 @@ def test_steps_of_optimizers(two: Workers, how: dict[str, Any]) -> None:
         assert max(off) <= 1e-5
 
 
+def test_layers_that_have_copies_in_turns(two: Workers) -> None:
+    """Which of them have any is in tables, and in no graph: nothing is compiled anew, also where copies are old."""
+    for found in two.run(copied.in_turns):
+        assert max(found["off"]) <= 1e-5
+        assert found["copied"] == [[True, False], [False, True], [False, False], [True, True], [True, True]]
+        assert found["graphs"] == 0
+
+
+def test_one_rank_writes_alone(two: Workers) -> None:
+    """Its copies on other ranks are old, and these cannot know: where ranks tell each other what they run, they are told."""
+    for said in two.run(copied.written_by_one):
+        assert "first" in said
+        assert ", whose copies of hot experts are old with" in said
+
+
 def test_refusals(two: Workers) -> None:
-    for rank, (negative, boolean, other, replicated, gathered, captured) in enumerate(two.run(copied.refusals)):
+    for rank, (negative, boolean, other, layers_, copies, some, replicated, gathered, captured) in enumerate(two.run(copied.refusals)):
         assert negative == "copies=-1 is not legal; use a number of experts from 0 on"
         assert boolean.startswith("copies=True is not legal")
         assert other.startswith("copies=1.5 is not legal" if rank else "another rank refuses to balance")
+        assert layers_ == "layers=-1 is not legal; use a number from 0 on, or None"
+        assert copies.startswith(f"ranks balance in different ways, this one by Asked(enough=1.01, layers=None, copies={1 + rank})")
+        assert f"layers={1 + rank}" in some
         assert replicated == "every rank has all tokens of first, where copies of experts save nothing"
         assert gathered == "weights go to the tokens of first, where copies of experts save nothing"
         assert captured.startswith("a CUDA graph was captured of first, and knows where its experts are: make copies first")
