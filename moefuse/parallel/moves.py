@@ -34,7 +34,7 @@ _STAGED = 64 << 20
 
 @dataclass(frozen=True)
 class Asked:
-    """What ``plan.balance`` was asked for, with the names that it has there; the same on all ranks."""
+    """What ``plan.balance`` was asked for, the same on all ranks."""
 
     enough: float
     layers: int | None
@@ -47,10 +47,13 @@ class Asked:
         if self.layers is not None and not _is_count(self.layers):
             raise ParallelError(f"layers={self.layers!r} is not legal; use a number from 0 on, or None")
 
+    def __str__(self) -> str:
+        return f"copies={self.copies}, layers={self.layers}, enough={self.enough}"
+
     @property
     def mark(self) -> int:
         """A number for it."""
-        return zlib.crc32(repr(self).encode()) & 0xFFFF
+        return zlib.crc32(str(self).encode()) & 0xFFFF
 
 
 def _is_count(number: object) -> bool:

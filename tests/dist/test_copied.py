@@ -72,7 +72,7 @@ def test_refusals(two: Workers) -> None:
         assert boolean.startswith("copies=True is not legal")
         assert other.startswith("copies=1.5 is not legal" if rank else "another rank refuses to balance")
         assert layers_ == "layers=-1 is not legal; use a number from 0 on, or None"
-        assert copies.startswith(f"ranks balance in different ways, this one by Asked(enough=1.01, layers=None, copies={1 + rank})")
+        assert copies.startswith(f"ranks call plan.balance with different arguments, this one with copies={1 + rank}, layers=None,")
         assert f"layers={1 + rank}" in some
         assert replicated == "every rank has all tokens of first, where copies of experts save nothing"
         assert gathered == "weights go to the tokens of first, where copies of experts save nothing"
