@@ -230,9 +230,7 @@ def _of_all(
         stops, marks, squares = others.tolist()
         stopped = stopped or bool(stops)
         if not stopped and marks**2 != squares * mesh.size():  # Cauchy and Schwarz
-            raise ParallelError(
-                f"ranks balance in different ways, this one by {asked}: all of them have to ask for the same; nothing has moved"
-            )
+            raise ParallelError(f"ranks call plan.balance with different arguments, this one with {asked}; nothing has moved")
         for (module, where), (*total, calls, ranks) in zip(some.items(), map(Tensor.tolist, every), strict=True):
             # Where ranks have equal tokens, all of them have counted the same.
             each = ranks if Terms.parse(where.terms).tokens == "replicated" else 1
