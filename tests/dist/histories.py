@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import moefuse
 from tests.dist import layers, scenes
+from tests.dist.copied import load_of
 
 E = 6
 KINDS = (layers.Stacked, layers.Listed, layers.Transposed, layers.ByProjection, layers.Buffers)
@@ -45,8 +46,8 @@ class History:
 
     def looks(self) -> float:
         """How far a call is off, in a mode that is drawn."""
-        mode = self.draw.choice((torch.no_grad, torch.inference_mode, torch.enable_grad))
-        call = self.draw.choice((self.run, self.run, self.model))
+        mode = self.draw.choice((torch.no_grad, torch.no_grad, torch.inference_mode, torch.enable_grad))
+        call = self.draw.choice((*[self.run] * 4, self.model))
         with mode():
             return self._off(call)
 
@@ -64,9 +65,8 @@ class History:
     # -- what is done
 
     def balances(self) -> None:
-        hot = self.draw.sample(range(E), 2)
-        times = self.draw.choice((1, 10**5))
-        load = {layer.name: [times * (1 + e + 10 * (e in hot)) for e in range(E)] for layer in self.plan.layers}
+        hot = tuple(self.draw.sample(range(E), self.draw.choice((1, 1, 3))))
+        load = load_of(self.plan, hot, self.draw.choice((1, 10**5, 10**5)))
         copies = 0 if self.how.get("tokens") == "replicated" else self.draw.choice((0, 1, 2, 2))
         with self.draw.choice((torch.no_grad, torch.inference_mode))():
             self.plan = self.plan.balance(load, copies=copies, layers=self.draw.choice((None, None, 1)))
