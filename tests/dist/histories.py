@@ -65,11 +65,11 @@ class History:
     # -- what is done
 
     def balances(self) -> None:
-        hot = tuple(self.draw.sample(range(E), self.draw.choice((1, 1, 3))))
-        load = load_of(self.plan, hot, self.draw.choice((1, 10**5, 10**5)))
-        copies = 0 if self.how.get("tokens") == "replicated" else self.draw.choice((0, 1, 2, 2))
+        hot = tuple(self.draw.sample(range(E), self.draw.choice((1, 1, 1, 3))))
+        load = load_of(self.plan, hot)
+        copies = 0 if self.how.get("tokens") == "replicated" else self.draw.choice((0, 1, 1, 2))
         with self.draw.choice((torch.no_grad, torch.inference_mode))():
-            self.plan = self.plan.balance(load, copies=copies, layers=self.draw.choice((None, None, 1)))
+            self.plan = self.plan.balance(load, copies=copies, layers=self.draw.choice((None, None, None, 1)))
 
     def refreshes(self) -> None:
         self.plan.refresh()
@@ -162,7 +162,7 @@ class History:
 
 
 ACTIONS: tuple[Callable[[History], float | None], ...] = (
-    *[History.looks] * 2, *[History.balances] * 3, History.refreshes, *[History.writes] * 2, History.steps, History.loads,
+    History.looks, *[History.balances] * 5, History.refreshes, *[History.writes] * 3, History.steps, History.loads,
     History.keeps, History.goes_back, History.starts_again, History.is_whole,
 )  # fmt: skip
 

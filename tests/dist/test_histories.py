@@ -8,7 +8,7 @@ from tests.dist import histories
 from tests.dist.workers import Workers
 from tests.strategies import THOROUGH
 
-LENGTH = 8
+LENGTH = 10
 
 
 @pytest.mark.parametrize("seed", range(60 if THOROUGH else 3))
