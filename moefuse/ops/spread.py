@@ -50,11 +50,9 @@ def _forward(*given: Any, result: bool = True) -> list[Tensor]:
         arrived = dispatched(known, [call.x, call.weights], call.ids, place, slots)
         (x, weights), local = arrived.rows, arrived.ids
         y, *kept = experts.forward(call._replace(x=x, ids=local, weights=weights))
-        (out,) = (
-            transports.transport(known).give_back(known, [y], arrived.handle, call.x.shape[0])
-            if result
-            else (y.new_empty((0, y.shape[1])),)
-        )
+        out = y.new_empty((0, y.shape[1]))
+        if result:
+            (out,) = transports.transport(known).give_back(known, [y], arrived.handle, call.x.shape[0])
     return [out, x, local, weights, *kept, *arrived.handle]
 
 

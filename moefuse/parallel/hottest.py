@@ -144,7 +144,7 @@ class Hottest:
             elif rows is None or len(rows) != count or rows.data_ptr() != part.data_ptr():
                 rows = part.new_empty((count, *part.shape[1:]))
                 rows[: len(part)] = part
-                rows[len(part) :] = 0  # they are read where a region is verified
+                rows[len(part) :].view(torch.uint8).zero_()  # they are read where a region is verified
                 self._leave(part, rows[: len(part)], moved)
             found.append(rows)
         if not more:
@@ -200,9 +200,10 @@ def _watch_optimizers() -> None:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    written = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for layer in _copied:
-        if layer.room is not None and any(id(wide.parameter()) in written for wide in layer.room.wide):
+    copied = [layer for layer in _copied if layer.room is not None]
+    written = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} if copied else set()
+    for layer in copied:
+        if any(id(wide.parameter()) in written for wide in layer.room.wide):  # type: ignore[union-attr]
             layer.stepped = True
 
 

@@ -93,7 +93,7 @@ def planned(modules: Iterable[nn.Module], load: Load, asked: Asked) -> Planned:
         load = _named_as(load, [where.layer for where in spread.values()])
         counts = {module: _counts(where, load) for module, where in spread.items()}
         asked.check()
-        _may_move([where for module, where in spread.items() if counts[module] is not None])
+        _may_move([where for module, where in spread.items() if asked.copies or counts[module] is not None])
         _may_copy(spread.values() if asked.copies else ())
     except ParallelError as error:
         refused = str(error)
@@ -176,8 +176,7 @@ def _may_move(layers: Iterable[Where]) -> None:
                     f"experts of {where.layer} (of the model, or a deepcopy of it) have gradients, which stay where they are: "
                     "balance behind zero_grad()"
                 )
-            if len(parameter.placements) != where.mesh.ndim:
-                raise ParallelError(f"FSDP has sharded the experts of {where.layer} once more: balance does not know its shards")
+            _is_no_shard(where, parameter)
             if parameter.is_meta or parameter.is_inference():
                 what = "no values yet" if parameter.is_meta else "been made in inference mode, where torch writes nothing else"
                 raise ParallelError(f"experts of {where.layer} have {what}: they cannot move")
@@ -185,6 +184,11 @@ def _may_move(layers: Iterable[Where]) -> None:
     if kind is not None:
         layer = next(iter(every.values())).layer
         raise ParallelError(f"an optimizer ({kind}) has experts, as of {layer}, and its states do not move: balance is for inference")
+
+
+def _is_no_shard(where: Where, parameter: Any) -> None:
+    if len(parameter.placements) != where.mesh.ndim:
+        raise ParallelError(f"FSDP has sharded the experts of {where.layer} once more: balance does not know its shards")
 
 
 def _may_copy(layers: Iterable[Where]) -> None:
@@ -261,7 +265,10 @@ def carry_out(plan: Planned) -> None:
     """Have the ranks hold experts so; a collective call, in which copies of the model (``deepcopy``) take part."""
     copied = {id(change.where): change.copied for change in plan.changes}
     # What has the memory of before stays as it was: states that were taken are right where nothing had moved.
-    rooms = [where.hottest.make_room(_parameters(where), plan.room, where.moved) for where in plan.every]
+    rooms = []
+    for where in plan.every:
+        with _leaving(where, "plan.balance"):
+            rooms.append(where.hottest.make_room(_parameters(where), plan.room, where.moved))
     for change in plan.changes:
         with _leaving(change.where, "plan.balance"):
             move(change)
@@ -301,8 +308,11 @@ def refresh(modules: Iterable[nn.Module]) -> None:
     """Copies are what experts are now; a collective call."""
     for where in dict.fromkeys(held.where for module in modules if (held := held_of(module)) is not None):
         if where.hottest.more:
+            parameters = _parameters(where)
+            for parameter in parameters:
+                _is_no_shard(where, parameter)
             with _leaving(where, "plan.refresh, which every rank has to call"):
-                rows = where.hottest.make_room(_parameters(where), where.hottest.more, where.moved)
+                rows = where.hottest.make_room(parameters, where.hottest.more, where.moved)
                 _copy(where, where.hottest.experts, rows)
 
 
