@@ -107,10 +107,16 @@ class Hottest:
     def __getstate__(self) -> dict[str, Any]:
         return vars(Hottest())
 
-    def current(self) -> Room | None:
-        """What a call reads; None: what the Parameters are."""
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph is being captured, which knows from then on where weights are. torch's own, of compiled code, ask in front."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self.captured = True
+            return True
+        return False
+
+    def current(self) -> Room | None:
+        """What a call reads; None: what the Parameters are."""
+        if self.is_captured():
             return None
         room = self.room
         if room is None:

@@ -187,6 +187,7 @@ def in_call() -> Reads | None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _in_eager(holder: nn.Module, parameter: Any, name: str, of: Of, between_graphs: bool) -> Tensor:
     """The same where a program runs as it is written: no frame for Dynamo, which would compile it for every expert."""
+    getattr(holder, WAYS).hottest.is_captured()
     if of[0] is not None:
         of[0][0].ready(_torch_private.local_part(parameter).device)
     reads = _reads.get()
