@@ -108,7 +108,7 @@ class Hottest:
         return vars(Hottest())
 
     def is_captured(self) -> bool:
-        """Whether a CUDA graph is being captured, which knows from then on where weights are. torch's own, of compiled code, ask in front."""
+        """Whether a CUDA graph is being captured, which knows where weights are from then on. Those of torch's own ask first."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self.captured = True
             return True
