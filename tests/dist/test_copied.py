@@ -13,11 +13,11 @@ from tests.dist.workers import Workers
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"max_tokens": 16}, {"transport": "all_to_all", "placement": "round_robin"}, {"debug": True}, {"tokens": "sequence"}],
+    [{}, {"max_tokens": 16}, {"transport": "all_to_all", "placement": "round_robin"}, {"tokens": "sequence"}],
     ids=str,
 )
 @pytest.mark.every_value
-@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed, layers.ByProjection, layers.ByModule, layers.Buffers])
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed, layers.ByProjection, layers.Buffers])
 def test_as_on_one_process(two: Workers, kind: type[nn.Module], how: dict[str, Any]) -> None:
     _check(two.run(copied.as_on_one_process, kind, how))
 
@@ -44,10 +44,9 @@ def _check(found: list[dict[str, Any]]) -> None:
     assert len({one["said"] for one in found}) == 1 or "here" in found[0]["said"]
 
 
-@pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
-def test_steps_of_optimizers(two: Workers, how: dict[str, Any]) -> None:
-    """A fused one changes no version of what it writes."""
-    for off in two.run(copied.stepped, how):
+def test_steps_of_optimizers(two: Workers) -> None:
+    """A fused one changes no version of what it writes; others are in histories."""
+    for off in two.run(copied.stepped, {"fused": True}):
         assert max(off) <= 1e-5
 
 

@@ -11,7 +11,7 @@ from tests.strategies import THOROUGH
 LENGTH = 10
 
 
-@pytest.mark.parametrize("seed", range(60 if THOROUGH else 3))
+@pytest.mark.parametrize("seed", range(60 if THOROUGH else 2))
 def test_histories(two: Workers, seed: int) -> None:
     for done, off in two.run(histories.run, seed, LENGTH):
         assert not done, f"{off} off: {done}"
