@@ -23,7 +23,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -183,12 +183,17 @@ def measured(whole: Any, mesh: DeviceMesh, device: torch.device, tokens: int, ro
         errors[name] = checked(f"{name} {tokens}", last, whole(even if name == "uniform" else x))
     times = in_turns({name: (call, count) for name, (call, count, _) in calls.items()}, rounds=rounds)
     found: list[dict[str, Any]] = [{**balance, "T": tokens}]
-    for name, us in times.items():
-        ratio = summary([a / b for a, b in zip(times["linear"], us, strict=True)])["median"]
-        one = {"what": "layer", "T": tokens, "impl": name, "us": summary(us), "over_linear": ratio, "off": errors[name]}
+    for name, one in over_linear(times, errors, tokens):
         placement = (after if name == "balanced" else before).layers[0].placement
         found.append(one | unevenness(placement, even_ids if name == "uniform" else ids, tokens))
     return found
+
+
+def over_linear(times: dict[str, list[float]], errors: dict[str, float], tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What is written down of each candidate."""
+    for name, us in times.items():
+        ratio = summary([a / b for a, b in zip(times["linear"], us, strict=True)])["median"]
+        yield name, {"what": "layer", "T": tokens, "impl": name, "us": summary(us), "over_linear": ratio, "off": errors[name]}
 
 
 def say(*rows: dict[str, Any]) -> None:
@@ -207,15 +212,20 @@ def first_balance(mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
     return {**found, "what": "first balance, of a small block"}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(about: str | None) -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments(__doc__)
     _, world, device = start(args.device)
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("ep",))["ep"]
     whole: Any = block(args.tiny, device)

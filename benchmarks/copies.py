@@ -12,7 +12,6 @@ made as in ``benchmarks/balanced.py``.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 from pathlib import Path
@@ -26,13 +25,12 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import balanced  # noqa: E402
 import parallel  # noqa: E402
-from _ranks import head, in_turns, leave, start, summary  # noqa: E402
+from _ranks import head, in_turns, leave, start  # noqa: E402
 from _timing import by_line  # noqa: E402
 from balance import owners  # noqa: E402
 
 SHAPE = {"num_experts": 16, "num_experts_per_tok": 1, "hidden_size": 5120, "moe_intermediate_size": 8192}
 POWER = 2.0
-TOKENS = (16, 512, 4096)
 
 
 def busiest(layer: Any, ids: torch.Tensor) -> float:
@@ -60,23 +58,14 @@ def measured(whole: Any, mesh: DeviceMesh, tokens: int, rounds: int) -> list[dic
         errors[name] = balanced.checked(f"{name} {tokens}", last[name], whole(given))
         calls[name] = ((lambda run=run, given=given: run(given)), 1)
     times, found = in_turns(calls, rounds=rounds), []
-    for name, us in times.items():
-        ratio = summary([a / b for a, b in zip(times["linear"], us, strict=True)])["median"]
-        one = {"what": "layer", "T": tokens, "impl": name, "us": summary(us), "over_linear": ratio, "off": errors[name]}
+    for name, one in balanced.over_linear(times, errors, tokens):
         (layer,) = plans[name].layers
         found.append(one | {"rows": busiest(layer, even_ids if name == "uniform" else ids), "copied": layer.copied})
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = balanced.arguments(__doc__)
     _, world, device = start(args.device)
     balanced.POWER = POWER
     parallel.FULL = SHAPE

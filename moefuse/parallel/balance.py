@@ -54,6 +54,11 @@ class Parts(NamedTuple):
     tiles: list[Work]
     reads: list[Work]
 
+    @property
+    def work(self) -> list[Work]:
+        """Tiles and reading."""
+        return [tiles + reads for _, tiles, reads in zip(*self, strict=True)]
+
 
 def parts_of(counts: Sequence[int], calls: int, numbers: int, itemsize: int, tile: int | None = None) -> Parts:
     """What each of E experts takes in a call of a layer.
@@ -85,14 +90,14 @@ def in_tiles(rows: float, size: int) -> float:
     spread = math.sqrt(2 * rows)
     if not spread:
         return 0.0
-    above = [0.5 * math.erfc((tile * size + 0.5 - rows) / spread) for tile in range(int(rows + 4 * spread) // size + 1)]
-    return size * math.fsum(above)
+    full = max(int(rows - 6 * spread) // size, 0)
+    above = [0.5 * math.erfc((tile * size + 0.5 - rows) / spread) for tile in range(full, int(rows + 4 * spread) // size + 1)]
+    return size * (full + math.fsum(above))
 
 
 def work_of(counts: Sequence[int], calls: int, numbers: int, itemsize: int) -> list[Work]:
-    """What each takes in all: tiles and reading."""
-    _, tiles, reads = parts_of(counts, calls, numbers, itemsize)
-    return list(map(sum, zip(tiles, reads, strict=True)))
+    """What each takes in all."""
+    return parts_of(counts, calls, numbers, itemsize).work
 
 
 def hottest(counts: Sequence[int], most: int) -> tuple[int, ...]:
@@ -122,7 +127,7 @@ def chosen(
     all were less, and 688 without (``benchmarks/copies.py``).
     """
     parts = parts_of(counts, calls, *expert)
-    work = work_of(counts, calls, *expert)
+    work = parts.work
     placement = balanced(before, work, enough)
     plain = Choice(placement, max(times(before, work)), max(times(placement, work)))
     if not (copied := hottest(counts, copies)):
@@ -133,7 +138,7 @@ def chosen(
     each = parts_of([*(counts[e] for e in copied), others], calls * before.world, *expert, tile)
     also = Parts(*(part[:-1] for part in each))
     rest = Parts(*([0.0 if e in copied else us for e, us in enumerate(part)] for part in parts))
-    spread = balanced(before, [tiles + reads for _, tiles, reads in zip(*rest, strict=True)], enough)
+    spread = balanced(before, rest.work, enough)
     after = _busiest(spread, rest, also)
     if all(here * enough < there for here, there in zip(after, _busiest(placement, parts, Parts([], [], [])), strict=True)):
         return Choice(spread, plain.before, after[0], copied)
