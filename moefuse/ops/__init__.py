@@ -14,6 +14,7 @@ from moefuse.ops import (
     recomputed as _recomputed,  # noqa: F401  (defines its ops)
     rounds as _rounds,  # noqa: F401  (defines its op)
     router,
+    row_codes as _row_codes,  # noqa: F401  (defines its op)
     shared as _shared,  # noqa: F401  (defines its ops)
     slices as _slices,  # noqa: F401  (defines its ops)
     spread as _spread,  # noqa: F401  (defines its ops)

@@ -14,7 +14,8 @@ Where an encoding rounds activations, a projection means
 
 with ``token_codes.as_rounded``, W in float32, the sum in float32 in whatever order, and one rounding to the dtype of x: what the
 activation function gets, and what it gives, which the next projection rounds again by itself. In float64 the sum is, too, over the same
-codes. Gradients pass a rounding as if it was not there (straight through): a step function has none that is of use. What they are
+codes. Tokens may come rounded (``Rounding.came``): x [T, bytes] then has codes and scales, and nothing is differentiated. Gradients pass a
+rounding as if it was not there (straight through): a step function has none that is of use. What they are
 multiplied with is what forward had: the gradient of a routing weight on the output is <gradient of the output, y>, with the y that the
 expert's rounded activation gave. On the input a routing weight is in front of the rounding, and its gradient sees nothing of it.
 
@@ -158,8 +159,10 @@ def _refuse_gradients(call: ExpertsCall) -> None:
     """Storage, scales and zeros are constants here.
 
     Raises:
-        RuntimeError: one of them needs a gradient.
+        RuntimeError: one of them needs a gradient, or tokens come rounded.
     """
+    if call.came:
+        raise RuntimeError("moefuse::experts_extended has no gradients where tokens come rounded")
     held = [(*stack.weight, *stack.codes.scale, *stack.codes.zero) for stack in call.stacks if stack.codes is not None]
     if any(t.requires_grad for tensors in held for t in tensors):
         raise RuntimeError("moefuse::experts_extended has no gradients of what weights in few bits are held in: storage, scales, zeros")

@@ -69,6 +69,7 @@ SCHEMAS: tuple[str, ...] = (
     "own_experts(Tensor whole, Tensor? mine, Tensor? place, int slots, str terms) -> Tensor",
     "own_experts_backward(Tensor grad, Tensor? place, int slots, str terms) -> Tensor",
     "ep_local_ids(Tensor ids, Tensor? place, int slots, str terms) -> Tensor",
+    "row_codes(Tensor x, str rounding) -> Tensor",
     "ep_dispatch(Tensor[] rows, Tensor ids, Tensor? place, int slots, str terms, str layer, Tensor[]? trained=None) -> Tensor[]",
     "ep_combine(Tensor y, Tensor[] handle, SymInt tokens, str terms, str layer) -> Tensor",
     f"bounded_experts({_EXPERTS_ARGS}, Tensor? room=None, str terms, str layer) -> Tensor",

@@ -147,12 +147,12 @@ class SortedRows:
     def run(self, groups: list[Group], slots: int, save: Tensor | None) -> Tensor:
         """Expert outputs [slots, Hout] in sorted order, invalid rows zero; the pre-activation goes to ``save`` [slots, width] if given."""
         call, body = self.call, self.call.body
-        ys = self.x.new_empty((slots, call.w_out.features))
+        ys = self.x.new_empty((slots, call.w_out.features), dtype=call.dtype)
         ys[groups[-1][2] if groups else 0 :].zero_()
         for chunk in chunked(groups, CHUNK_ROWS):
             start, end = chunk[0][1], chunk[-1][2]
             xs = self.rows(start, end)
-            h = self.x.new_empty((end - start, call.width)) if save is None else save[start:end]
+            h = self.x.new_empty((end - start, call.width), dtype=call.dtype) if save is None else save[start:end]
             self.pre_activation(xs, h, chunk)
             self.project(2, ys[start:end], activate(*split_gate(h, body.gating, body.up_first), body), chunk)
         return ys
@@ -194,7 +194,7 @@ def project(out: Tensor, rows: Tensor, stack: Stack, groups: list[Group]) -> Non
 
 def project_rounded(out: Tensor, rows: Tensor, stack: Stack, rounding: Rounding, groups: list[Group]) -> None:
     """The same where the projection rounds its rows: the product is in the accumulation dtype, and rounded once."""
-    inner = accumulation_dtype(rows.dtype)
+    inner = accumulation_dtype(out.dtype)
     w = stack.weights(inner)
     for (e, _, _), into, part in cut_groups(groups, out, as_rounded(rounding, rows).to(inner)):
         weight, bias = w[e].t(), expert_vector(stack.bias, e)

@@ -29,6 +29,7 @@ from moefuse.machine import slow_paths
 from moefuse.ops.meaning.call import first_tensor
 from moefuse.ops.meaning.recipe import route_reference
 from moefuse.ops.meaning.reference import router_logits_reference, topk_reference
+from moefuse.ops.meaning.token_codes import packed
 from moefuse.runtime import backward, cpu, dense, grouped, grouped_coded, native, ranks
 
 
@@ -121,6 +122,7 @@ PROVIDERS: dict[str, list[Provider]] = {
     "route": _triton("provide.router", "route", traced="route_traced") + _portable(route_reference),
     "router_logits": _triton("provide.logits", "router_logits", traced="router_logits_traced") + _portable(router_logits_reference),
     "local_ids": _triton("provide.ranks", "local_ids") + _portable(ranks.local_ids),
+    "row_codes": _triton("provide.rows_rounded", "row_codes") + _portable(lambda x, rounding: packed(rounding, x)),
     "sum_ranks": _triton("provide.ranks", "sum_ranks") + _portable(ranks.sum_ranks),
     "topk": _triton("provide.router", "topk", traced="topk_traced") + _portable(topk_reference),
 }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moefuse.ops.meaning.encoding import EXPONENTS, LDEXP, MADE, NAMED, POWERS, Encoding, Packing, dequantise
+from moefuse.ops.meaning.encoding import EXPONENTS, LDEXP, MADE, NAMED, POWERS, Encoding, Packing, dequantise, parse
 from tests.cpu.ops_case import Case
 
 LOW_FIRST, HIGH_FIRST = (0, 4), (4, 0)
@@ -101,3 +101,13 @@ def coded(case: Case, *encodings: Encoding | None, in_out: bool = False) -> tupl
         whole = held.dense(case.dtype)
         dense[i] = list(whole) if case.separate else [whole]
     return [*args, *([] for _ in range(6)), codes], dense, {**case.options, "encodings": names}
+
+
+def rounded_before(args: list[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The same call with tokens that come rounded, by ``moefuse::row_codes``."""
+    x, texts = args[0], options["encodings"]
+    how = parse(texts[0]).activation
+    assert how is not None
+    came = replace(how, came=str(x.dtype).removeprefix("torch."))
+    firsts = [str(replace(parse(text), activation=came)) if text else "" for text in texts[:2]]
+    return [torch.ops.moefuse.row_codes(x, str(how)), *args[1:]], options | {"encodings": [*firsts, texts[2]], "out_dtype": None}

@@ -191,6 +191,7 @@ def _shared(order: Any, case: Case) -> None:
 def _alone(order: Any, case: Case) -> None:
     held = hold(ENCODINGS["nibbles, zeros"], 4, 32, 16, torch.Generator().manual_seed(0))
     ops.unpacked(order(held.storage), [order(held.scale), order(held.zero)], str(held.encoding), torch.float32)
+    ops.row_codes(order(torch.randn(case.tokens, 32)), "e4m3/16/number/1e-12")
     differentiated(ops.own, [torch.randn(case.tokens, 6)], order)
     for dtype in (torch.int64, torch.uint8):
         ops.ep_local_ids(order(torch.zeros(case.tokens, 3, dtype=dtype)), None, 0, "")
@@ -214,7 +215,7 @@ CASES: dict[str, tuple[set[str], Callable[[Any, Case], None]]] = {
     "grouped, coded": ({"grouped_linear_coded", "grouped_linear_coded_backward"}, _grouped_coded),
     "router": ({"topk", "router_logits", "route"}, _router),
     "shared": ({"shared_start", "shared_join"}, _shared),
-    "alone": ({"unpacked", "own", "ep_local_ids"}, _alone),
+    "alone": ({"unpacked", "row_codes", "own", "ep_local_ids"}, _alone),
 }
 """Ops that a case runs, and how, of an order and sizes."""
 BODIES = (

@@ -54,6 +54,7 @@ def _coded(tokens: int) -> None:
     name = options["encodings"][0]
     _trained(ops.grouped_linear_coded(xs, offsets, args[3], codes, [], name), xs)
     ops.unpacked(args[3][0], codes, name, torch.bfloat16)
+    ops.row_codes(args[0].detach(), "e4m3/16/number/1e-12")
 
 
 def _grouped(tokens: int) -> None:

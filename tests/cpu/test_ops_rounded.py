@@ -16,7 +16,7 @@ from moefuse.ops.meaning.grad_calls import GradCall, Needs
 from moefuse.ops.meaning.reference import split_gate
 from moefuse.ops.meaning.token_codes import as_rounded
 from moefuse.runtime import backward
-from tests.cpu.coded_case import coded
+from tests.cpu.coded_case import coded, rounded_before
 from tests.cpu.ops_case import Case
 
 BF16 = torch.bfloat16
@@ -232,3 +232,51 @@ def test_autocast_does_not_reach_the_sums() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         inside = run_coded(args, options)
     assert torch.equal(inside, run_coded(args, options))
+
+
+PACKED = {
+    "groups": Encoding("e4m3", (16, 16), activation=Rounding("e4m3", 16)),
+    "powers": Encoding("e4m3", (16, 32), scale=EXPONENTS, activation=Rounding("e4m3", 16, power=True)),
+    "tensor": Encoding("e4m3", (0, 0), activation=Rounding("e4m3")),
+    "channels": Encoding("s8", (1, 0), activation=Rounding("s8")),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("tokens", [0, 1, 300])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("gating", ["merged", "separate", "plain"])
+@pytest.mark.parametrize("name", PACKED)
+def test_tokens_that_come_rounded(name: str, gating: str, dtype: torch.dtype, tokens: int) -> None:
+    """All bits of what the experts make of the tokens themselves, by the op and by what it means; results in other dtypes too."""
+    encoding = PACKED[name]
+    case = SMALL.with_(tokens=tokens, dtype=dtype, gating=gating, activation="silu" if gating != "plain" else "relu")
+    args, _, options = coded(case, encoding, encoding if gating == "separate" else None, encoding)
+    for out_dtype in (None, torch.float64):
+        rows, named = rounded_before(args, options)
+        named, options = ({**of, "out_dtype": out_dtype} for of in (named, options))
+        with torch.no_grad():
+            assert torch.equal(run_coded(rows, named), run_coded(args, options))
+        assert torch.equal(ExpertsCall.of_extended(*rows, **named).reference(), ExpertsCall.of_extended(*args, **options).reference())
+
+
+def test_what_does_not_take_rounded_tokens() -> None:
+    """Each in its words: gradients, weights on tokens, other bytes, one of two projections, tokens as they were."""
+    encoding = PACKED["groups"]
+    args, _, options = coded(SMALL.with_(gating="separate"), encoding, encoding, encoding)
+    rows, named = rounded_before(args, options)
+    with pytest.raises(RuntimeError, match="has no gradients where tokens come rounded"):
+        run_coded([*rows[:2], rows[2].requires_grad_(), *rows[3:]], named)
+    rows[2].requires_grad_(False)
+    with pytest.raises(ValueError, match="legal: tokens that are not, where weights or low-rank terms multiply them"):
+        run_coded(rows, named | {"weight_on_input": True})
+    with pytest.raises(ValueError, match=r"argument `x` .*legal: \[T, 48\], codes and scales of 32 inputs"):
+        run_coded([rows[0][:, :40], *rows[1:]], named)
+    with pytest.raises(ValueError, match="legal: that w_in and w_up do, rounded alike"):
+        run_coded(rows, named | {"encodings": [named["encodings"][0], options["encodings"][1], named["encodings"][2]]})
+    with pytest.raises(TypeError, match="argument `x` has dtype bfloat16; legal: uint8, for `encodings` say that tokens come rounded"):
+        run_coded(args, named)
+    with pytest.raises(ValueError, match="legal: numbers in floating point"):
+        torch.ops.moefuse.row_codes(args[0][:, :20], "e4m3/16/number/1e-12")
+    with pytest.raises(RuntimeError, match="moefuse::row_codes rounds, and has no gradient"):
+        torch.ops.moefuse.row_codes(args[0].requires_grad_(), "e4m3/16/number/1e-12")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import moefuse
+from moefuse.passes.lower.spread import Spread
 from tests.cpu.capture_case import Seen, capturing
 from tests.dist import faults, layers, scenes
 from tests.zoo.tiny import build
@@ -205,19 +208,38 @@ def _parametrise(experts: nn.Module, *_: object) -> None:
     torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
 
 
-def held(rank: int, kind: str) -> tuple[float, list[str], list[str]]:
-    """Experts in float8: (error relative to the largest value, encodings of what was fused, what was skipped).
+@dataclass(frozen=True)
+class Held:
+    """``off``: the error relative to the largest value; ``bits``: whether tokens sent as they are give the same; ``said`` of the way."""
 
-    Beside the op on one process, which rounds activations as this one does.
-    """
+    off: float
+    bits: bool
+    encodings: list[str]
+    said: list[str]
+    skipped: list[str]
+
+
+def held(rank: int, kind: str, counts: tuple[int, ...], train: bool = False, **how: Any) -> Held:
+    """Experts in float8 beside the op on one process, which rounds activations as this one does."""
     from tests.programs import fp8
 
     single = nn.Sequential(getattr(fp8, kind)())
     model, seen = copy.deepcopy(single), Seen()
-    moefuse.parallelize(model, scenes.mesh())
-    x = torch.randn(5 + 2 * rank, fp8.H, generator=torch.Generator().manual_seed(rank)).bfloat16()
-    with torch.no_grad():
-        out = torch.compile(model, backend=capturing(seen, behind=scenes.BEHIND))(x).double()
-        wanted = torch.compile(single, backend=capturing(Seen(), behind=scenes.BEHIND))(x).double()
-    off = ((out - wanted).abs().max() / wanted.abs().max()).item()
-    return off, [f.spec.encoding for f in seen.report.fused], [s.code for s in seen.report.skipped]
+    moefuse.parallelize(model, scenes.mesh(), **how)
+    x = torch.randn(counts[rank], fp8.H, generator=torch.Generator().manual_seed(0 if how.get("tokens") else rank)).bfloat16()
+    x[:1] *= 1e-20
+    x.requires_grad_(train)
+
+    def run(of: nn.Module, seen: Seen) -> Tensor:
+        torch._dynamo.reset()
+        out: Tensor = torch.compile(of, backend=capturing(seen, behind=scenes.BEHIND))(x)
+        return out.detach()
+
+    with torch.set_grad_enabled(train):
+        out, wanted = run(model, seen), run(single, Seen()).double()
+        with mock.patch.object(Spread, "rounds", return_value=None):
+            unrounded = run(model, Seen())
+    off = 0.0 if not len(x) else ((out.double() - wanted).abs().max() / wanted.abs().max()).item()
+    fused = seen.report.fused
+    said = [f.parallel for f in fused]
+    return Held(off, torch.equal(out, unrounded), [f.spec.encoding for f in fused], said, [s.code for s in seen.report.skipped])

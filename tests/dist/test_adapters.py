@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,11 +74,26 @@ def test_a_parametrisation_that_stays(two: Workers) -> None:
         assert "as a parametrization that stays" in outside
 
 
-@pytest.mark.sampled(1)
+FLOAT8: dict[str, tuple[dict[str, Any], tuple[int, int], bool]] = {
+    "any number of tokens": ({}, (5, 7), True),
+    "none on one rank": ({}, (6, 0), True),
+    "exact splits": ({"transport": "all_to_all"}, (5, 7), True),
+    "the same tokens": ({"tokens": "replicated"}, (6, 6), True),
+    "many at most": ({"max_tokens": 512}, (5, 7), True),
+    "few at most": ({"max_tokens": 7}, (5, 7), False),
+    "in training": ({"train": True}, (5, 7), False),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("case", FLOAT8)
 @pytest.mark.parametrize("kind", ["Loop", "Batched", "Grouped"])
-def test_float8(two: Workers, kind: str) -> None:
-    """Scales are spread with the codes; activations are rounded where the tokens arrive, as on one process."""
-    for off, encodings, skipped in two.run(adapters.held, kind):
-        assert off <= 2.0**-7  # each rank's partial sum is rounded to bfloat16, and may be larger than the sum
-        assert encodings == ["e4m3, blocks of 8x16, activations e4m3 per token and 16 inputs"]
-        assert not skipped
+def test_float8(two: Workers, kind: str, case: str) -> None:
+    """Scales are spread with the codes. Tokens travel rounded, as experts on one process round them, and with the bits of unrounded ones."""
+    how, tokens, rounded = FLOAT8[case]
+    for found in two.run(adapters.held, kind, tokens, **how):
+        assert found.off <= 2.0**-7  # each rank's partial sum is rounded to bfloat16, and may be larger than the sum
+        assert found.bits
+        assert found.encodings == ["e4m3, blocks of 8x16, activations e4m3 per token and 16 inputs"]
+        assert not found.skipped
+        assert [said.endswith(", tokens in 8 bits") for said in found.said] == [rounded], found.said

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from moefuse.ops.meaning.token_codes import CODES, Rounding, as_rounded, next_power, quantise
+from moefuse.ops.meaning.token_codes import CODES, OF_ROWS, Rounding, as_rounded, next_power, packed, quantise
 
 E4M3 = sorted({float(c) for c in torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float() if c.isfinite()})
 
@@ -116,3 +117,35 @@ def test_of_a_token_alone() -> None:
         x: Tensor = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
         whole = as_rounded(Rounding(group=16), x)
         assert all(torch.equal(whole[i : i + 1], as_rounded(Rounding(group=16), x[i : i + 1])) for i in range(0, 64, 7))
+
+
+@given(
+    st.sampled_from([*CODES]), st.sampled_from([0, 16, 32, 128]), st.booleans(), st.sampled_from([*OF_ROWS]), st.integers(0, 3),
+    st.integers(1, 3), st.sampled_from([1e-30, 1e-12, 1.0, 1e30, math.inf, math.nan]), st.integers(0, 1 << 30),
+)  # fmt: skip
+def test_rows_that_come_rounded(
+    element: str, group: int, power: bool, dtype: str, rows: int, groups: int, size: float, seed: int
+) -> None:  # fmt: skip
+    """All bits of what is multiplied: also of rows of nobody's numbers, tiny ones, none, and where they are part of other memory."""
+    how = Rounding(element, group, power)
+    inputs = groups * (group or 48)
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)).double()
+    x[:1] *= size
+    x = x.to(OF_ROWS[dtype])
+    came, sent = replace(how, came=dtype), packed(how, x)
+    assert Rounding.parse(str(came)) == came
+    assert sent.dtype == torch.uint8
+    assert sent.shape == (rows, how.width(inputs))
+    assert came.inputs(sent.shape[1]) == inputs
+    wanted = as_rounded(how, x)
+    for rows_given in (sent, torch.cat([sent[:, :3], sent], 1)[:, 3:], sent.t().contiguous().t()):
+        torch.testing.assert_close(as_rounded(came, rows_given), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_comes_rounded_is_said_in_words() -> None:
+    """A dtype that rows cannot have had; and sizes at which rows of codes and scales would not begin at whole 16 bytes."""
+    with pytest.raises(ValueError, match="no rounding of activations: 'e4m3/0/number/1e-12/int8'"):
+        Rounding.parse("e4m3/0/number/1e-12/int8")
+    assert [Rounding(group=group).packs(inputs) for group, inputs in ((0, 48), (0, 40), (16, 48), (16, 40), (8, 48), (32, 48))] == [
+        True, False, True, False, False, False,
+    ]  # fmt: skip

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moefuse.ops.meaning.encoding import EXPONENTS, Encoding, Rounding
-from moefuse.ops.meaning.token_codes import quantise
-from tests.cpu.coded_case import coded
+from moefuse.ops.meaning.token_codes import packed, quantise, unpacked
+from tests.cpu.coded_case import coded, rounded_before
 from tests.cpu.ops_case import Case
 from tests.cpu.test_ops_rounded import of_scaling
 from tests.triton.interpreted_case import interpreted
@@ -104,3 +106,28 @@ def test_inference(tokens: int) -> None:
     theirs = torch.ops.moefuse.experts_extended(*args, **options)
     assert out.shape == theirs.shape
     assert not tokens or float((out - theirs).abs().max()) <= 0.02 * float(theirs.abs().max())
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_rows_that_travel(name: str) -> None:
+    """Codes and scales of ``token_codes.packed``, and all bits of what the experts make of the tokens themselves; rows of nobody too."""
+    from moefuse.kernels.triton.host import token_codes
+
+    rounding = ROUNDINGS[name]
+    x = torch.randn(5, 192, generator=torch.Generator().manual_seed(0))
+    x[1], x[2] = 0.0, x[2] * 1e-20
+    came = replace(rounding, came="float32")
+    for ours, wanted in zip(unpacked(came, token_codes.packed_rows(x, rounding)), unpacked(came, packed(rounding, x)), strict=True):
+        number = ~wanted.float().isnan()
+        assert torch.equal(ours.float().isnan(), ~number)
+        assert torch.equal(ours.float()[number], wanted.float()[number])
+    for tokens, gating in ((9, "merged"), (1, "separate"), (0, "merged")):
+        encoding = encoding_of(rounding)
+        case = SMALL.with_(tokens=tokens, gating=gating, separate=gating == "separate")
+        args, _, options = coded(case, encoding, encoding if gating == "separate" else None, encoding)
+        rows, named = rounded_before(args, options)
+        with torch.no_grad(), interpreted(provide(), OPS) as ran:
+            found = torch.ops.moefuse.experts_extended(*rows, **named)
+            wanted = torch.ops.moefuse.experts_extended(*args, **options)
+        assert set(ran) == {"experts_extended"}
+        assert torch.equal(found, wanted)

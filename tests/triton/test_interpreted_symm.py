@@ -188,3 +188,26 @@ def test_sums_are_rounded_once() -> None:
     to = torch.tensor([7], dtype=torch.int64)
     (found,) = symm.take_sums((values[1],), to, shared(held[1]), transfer(3, 1, 1, (0,)))
     assert torch.equal(found, torch.full((1, 4), 1 + 2**-8).bfloat16())
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_bytes_travel(own: bool) -> None:
+    """Tokens that are rounded before (``moefuse::row_codes``): rows of bytes, of any number, beside their routing weights."""
+    from moefuse.kernels.triton.provide import symm
+
+    held, most, source = memories(2), 4, torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (2, most, 48), generator=source, dtype=torch.uint8)
+    w, ids = torch.rand(2, most, K, generator=source), torch.randint(0, E, (2, most, K), generator=source)
+    place = torch.tensor([e % 2 * 4 + e // 2 for e in range(E)], dtype=torch.int32) if own else None
+    spans, came = regions((x[0], w[0]), 2 * most), []
+    for rank in range(2):
+        how = transfer(2, rank, most, spans)
+        came.append(symm.push_tokens((x[rank], w[rank]), ids[rank], place, 4, shared(held[rank]), how))
+    for rank in range(2):
+        (rows, weights), numbers, took, _ = came[rank]
+        symm.take_tokens((rows, weights), numbers, took, shared(held[rank]), transfer(2, rank, most, spans))
+        there = (ids % 2 == rank).any(-1).flatten() if own else torch.ones(2 * most, dtype=torch.bool)
+        assert torch.equal(took > 0, there)
+        assert torch.equal(rows[there], x.flatten(0, 1)[there])
+        assert torch.equal(weights[there], w.flatten(0, 1)[there])
+        assert not rows[~there].any()

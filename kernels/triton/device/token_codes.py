@@ -66,11 +66,12 @@ def as_codes(ratio, coding: tl.constexpr):
 
 @triton.jit(do_not_specialize=["S"])
 def round_rows(
-    x, order, offsets, codes, scales, S, E, top_k, K, GROUPS, at_x,
+    x, order, offsets, codes, scales, S, E, top_k, K, GROUPS, at_x, steps,
     GATHER: tl.constexpr, ALL: tl.constexpr, coding: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, AT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Codes [S, K], bytes, and scales [S, GROUPS] of rows of x; GATHER: the tokens of sorted rows. Rows behind the last expert's: nothing,
-    but with ALL, where rows are in no order.
+    """Codes [S, K], bytes, and scales [S, GROUPS] of rows of x; ``steps``: from a row of these to the next.
+
+    GATHER: the tokens of sorted rows. Rows behind the last expert's: nothing, but with ALL, where rows are in no order.
 
     A program has BR rows and AT groups, or of a group of all inputs BK at a time.
     """
@@ -83,8 +84,8 @@ def round_rows(
         row = tl.load(order + r, mask=live, other=0).to(tl.int32) // top_k  # [BR]
     from_x = x + row.to(tl.int64)[:, None] * at_x.row
     k = tl.arange(0, BK)[None, :]
-    to = codes + r.to(tl.int64)[:, None] * K
-    to_scale = scales + r * GROUPS
+    to = codes + r.to(tl.int64)[:, None] * steps[0]
+    to_scale = scales + r.to(tl.int64) * steps[1]
     if coding.GROUP:
         for i in tl.static_range(AT):
             g = tl.program_id(1) * AT + i

@@ -19,7 +19,7 @@ from moefuse.kernels.triton.launch.descriptors import Described
 from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.ops.meaning.coded_weights import Codes
 from moefuse.ops.meaning.encoding import Encoding
-from moefuse.ops.meaning.token_codes import CODES, Rounding
+from moefuse.ops.meaning.token_codes import ALIGN, CODES, Rounding
 from moefuse.tuning.problem import Tiles, power_of_two
 
 AT_ONCE, LARGE = 4, 1 << 24
@@ -63,11 +63,13 @@ class Rounded(NamedTuple):
     rounding: Rounding
 
 
-def refusal(codes: Codes) -> str | None:
-    """Why the kernels do not take a projection that rounds its rows."""
+def refusal(codes: Codes, x: Tensor) -> str | None:
+    """Why the kernels do not take a projection that rounds its rows; ``x``: the tokens."""
     encoding = codes.encoding
     rounding = encoding.activation
     assert rounding is not None
+    if rounding.came and (x.stride(1) != 1 or x.stride(0) % ALIGN or x.data_ptr() % ALIGN):
+        return "tokens come rounded, and do not begin at whole 16 bytes"
     said = f"the program rounds {rounding.describe()}"
     if encoding.table != rounding.element or encoding.zero or encoding.scale == "ldexp":
         return f"{said}, and multiplies them with {encoding.describe()}"
@@ -107,12 +109,47 @@ def coding(encoding: Encoding, held: Held | None, bias: Weight | None, device: D
 
 def round_rows(x: Tensor, it: Sorted | None, encoding: Encoding, *, tokens: bool = False) -> Rounded:
     """Codes of rows x [S, K] in sorted order, without ``it`` in any; ``tokens``: x is [T, K], read through the order."""
-    rounding, k, device = encoding.activation, x.shape[1], device_of(x.device)
+    rounding, k = encoding.activation, x.shape[1]
     assert rounding is not None
+    if rounding.came:
+        once = came(x, rounding)
+        return once if it is None else gathered(once, it)
     groups = k // rounding.group if rounding.group else 1
     rows = x.shape[0] if it is None else it.slots
     codes = torch.empty((rows, k), dtype=torch.uint8, device=x.device)
     scales = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
+    _round(x, it, encoding, codes, scales, tokens)
+    return Rounded(codes, scales, rounding)
+
+
+def packed_rows(x: Tensor, rounding: Rounding) -> Tensor:
+    """``token_codes.packed`` of rows x [T, K]."""
+    out = torch.empty((x.shape[0], rounding.width(x.shape[1])), dtype=torch.uint8, device=x.device)
+    codes, scales, _ = came(out, rounding)
+    _round(x, None, Encoding(rounding.element, (0, 0), activation=rounding), codes, scales, False)
+    return out
+
+
+def came(x: Tensor, rounding: Rounding) -> Rounded:
+    """Views of rows [T, bytes] that have been rounded; each begins at whole 16 bytes."""
+    k = rounding.inputs(x.shape[1])
+    groups = k // rounding.group if rounding.group else 1
+    return Rounded(x[:, :k], x[:, k : k + 4 * groups].view(torch.float32), rounding)
+
+
+def gathered(once: Rounded, it: Sorted) -> Rounded:
+    """The codes of tokens, in the order of rows."""
+    codes, scales = (torch.empty((it.slots, t.shape[1]), dtype=t.dtype, device=t.device) for t in once[:2])
+    sorted_rows.gather(codes, once.codes, it)
+    sorted_rows.gather(scales, once.scales, it)
+    return Rounded(codes, scales, once.rounding)
+
+
+def _round(x: Tensor, it: Sorted | None, encoding: Encoding, codes: Tensor, scales: Tensor, tokens: bool) -> None:
+    """Writes codes [S, K], bytes, and scales [S, groups] of :func:`round_rows`."""
+    (rows, k), groups, device = codes.shape, scales.shape[1], device_of(x.device)
+    rounding = encoding.activation
+    assert rounding is not None
     bk = rounding.group or min(max(power_of_two(k), 16), 1024)
     br = max(2048 // bk, 1)
     at = min(groups, AT_ONCE) if rows * k >= LARGE else 1
@@ -130,6 +167,7 @@ def round_rows(x: Tensor, it: Sorted | None, encoding: Encoding, *, tokens: bool
             K=k,
             GROUPS=groups,
             at_x=Rows(*x.stride()),
+            steps=(codes.stride(0), scales.stride(0)),
             GATHER=tokens,
             ALL=it is None,
             coding=coding(encoding, None, None, device),
@@ -138,7 +176,6 @@ def round_rows(x: Tensor, it: Sorted | None, encoding: Encoding, *, tokens: bool
             AT=at,
             PDL=device.hopper,
         )
-    return Rounded(codes, scales, rounding)
 
 
 def weight_grads(d_a: Tensor, a: Rounded, it: Sorted, held: Held, d_weights: Tensor, grad: Tensor, bias: Weight | None) -> None:
@@ -175,11 +212,7 @@ def round_tokens(x: Tensor, it: Sorted, encoding: Encoding) -> Rounded:
     """Codes of the tokens x [T, K] of sorted rows: where there are many, each token is rounded once, and its codes are copied."""
     if it.slots * x.shape[1] < MANY or it.slots == x.shape[0]:
         return round_rows(x, it, encoding, tokens=True)
-    once = round_rows(x, None, encoding)
-    codes, scales = (torch.empty((it.slots, t.shape[1]), dtype=t.dtype, device=t.device) for t in (once.codes, once.scales))
-    sorted_rows.gather(codes, once.codes, it)
-    sorted_rows.gather(scales, once.scales, it)
-    return Rounded(codes, scales, once.rounding)
+    return gathered(round_rows(x, None, encoding), it)
 
 
 def sizes(bm: int, encoding: Encoding, device: Device) -> Tiles:
@@ -225,4 +258,4 @@ def product(out: Tensor, x: Rounded, held: Held, it: Sorted, bias: Weight | None
     )  # fmt: skip
 
 
-__all__ = ["Coding", "Rounded", "product", "refusal", "round_rows", "round_tokens", "weight_grads"]
+__all__ = ["Coding", "Rounded", "packed_rows", "product", "refusal", "round_rows", "round_tokens", "weight_grads"]

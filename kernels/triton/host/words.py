@@ -219,6 +219,7 @@ def product(
         warps=part.warps,
         pdl=hopper,
         max_tiles=max_tiles,
+        step_scales=0 if scales is None else scales.stride(0),
         cut=Cut(cols, part.steps, part.high, k % (16 * per * part.steps) == 0, it is not None, hopper),
         **numbers,
     )  # fmt: skip

@@ -24,10 +24,10 @@ from moefuse.ops.meaning.grad_calls import GradCall
 def supports(call: ExpertsCall | GradCall, *rest: object) -> str | None:
     """None, or why no kernel takes a call."""
     given = [(stack.codes, stack) for stack in call.stacks if stack.codes is not None]
-    if call.x.dtype not in (coded.DTYPES if given else DTYPES):
-        return f"no kernel for {call.x.dtype}"
+    if call.dtype not in (coded.DTYPES if given else DTYPES):
+        return f"no kernel for {call.dtype}"
     refused = [coded.refusal(codes, stack.weight[0]) for codes, stack in given]
-    refused += [token_codes.refusal(codes) for codes, stack in given if stack.rounding is not None]
+    refused += [token_codes.refusal(codes, call.x) for codes, stack in given if stack.rounding is not None]
     return next((reason for reason in refused if reason is not None), None)
 
 

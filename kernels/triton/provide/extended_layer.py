@@ -15,21 +15,21 @@ from moefuse.ops.meaning.reference import accumulation_dtype
 
 def forward(call: ExpertsCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output [T, Hout] and (h, order, offsets, u) for backward; ``keep``: whether these are read, so that dead rows count."""
-    x, body, slots, experts = call.x, call.body, call.ids.numel(), call.w_in.experts
+    x, dtype, body, slots, experts = call.x, call.dtype, call.body, call.ids.numel(), call.w_in.experts
     hidden, inter = call.w_out.features, call.w_out.inputs
     order, offsets = sorted_rows.sort(call.ids, experts)
     out = torch.empty((x.shape[0], hidden), dtype=call.out_dtype, device=x.device)
-    u = torch.empty((slots, call.ranks), dtype=accumulation_dtype(x.dtype), device=x.device)
-    h = torch.empty((slots, call.width), dtype=x.dtype, device=x.device)
+    u = torch.empty((slots, call.ranks), dtype=accumulation_dtype(dtype), device=x.device)
+    h = torch.empty((slots, call.width), dtype=dtype, device=x.device)
     if not slots:
         return out.zero_(), h, order, offsets, u
     it = Sorted(order, offsets, slots, experts, call.top_k)
-    by = Products(it, x.dtype, call.stacks, u)
+    by = Products(it, dtype, call.stacks, u)
     by.hidden(call, h)
-    a = torch.empty((slots, inter), dtype=x.dtype, device=x.device)
+    a = torch.empty((slots, inter), dtype=dtype, device=x.device)
     if inter:
         pointwise.activate(a, h, it, Activation(body, inter))
-    y = by.forward(2, a, torch.empty((slots, hidden), dtype=x.dtype, device=x.device))
+    y = by.forward(2, a, torch.empty((slots, hidden), dtype=dtype, device=x.device))
     for kept in (h, u) if keep else ():
         if kept.numel():
             sorted_rows.clear_dead(kept, it)

@@ -20,7 +20,7 @@ def refusal(call: ExpertsCall) -> str | None:
     if of is None or any(held.codes.encoding.activation is None for held in of[:3]):
         return "a projection does not round its rows" if of is not None else projections.MIXED
     parts = ((of.first, of.last.inputs, 2 if call.body.gating in ("merged", "separate") else 1), (of.last, of.last.features, 1))
-    reasons = (rounded_specialised.refusal(held, call.x.dtype, features, n, device) for held, features, n in parts)
+    reasons = (rounded_specialised.refusal(held, call.dtype, features, n, device) for held, features, n in parts)
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -28,8 +28,8 @@ def experts(call: ExpertsCall) -> Tensor:
     """The output [T, N] of a call that :func:`refusal` lets through."""
     slots = call.ids.numel()
     first, second, last, biases = projections.known(call)
-    h = torch.empty((slots, last.inputs), dtype=call.x.dtype, device=call.x.device)
-    y = torch.empty((slots, last.features), dtype=call.x.dtype, device=call.x.device)
+    h = torch.empty((slots, last.inputs), dtype=call.dtype, device=call.x.device)
+    y = torch.empty((slots, last.features), dtype=call.dtype, device=call.x.device)
     it, position = sorted_rows.sort_with_tiles(call.ids, call.w_in.experts, ROWS)
     x = token_codes.round_tokens(call.x, it, first.codes.encoding)
     rounded_specialised.product(h, x, (first, second), it, biases[:2], call.body)

@@ -67,14 +67,15 @@ def refusal(call: ExpertsCall) -> str | None:
     rounding = it.first.codes.encoding.activation
     if rounding is not None and not rounding.group and slots > ALONE and it.first.features * it.first.inputs >= LARGE:
         return "experts are large"
-    reasons = (words.refusal(h, call.x.dtype, device) for h in (it.first, it.second, it.last))
+    reasons = (words.refusal(h, call.dtype, device) for h in (it.first, it.second, it.last))
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def experts(call: ExpertsCall) -> Tensor:
     """The output [T, N]."""
     tokens, top_k = call.ids.shape
-    return lone(call) if tokens <= LONE and top_k <= alone.SLOTS and few_shared(call) else tiled(call)
+    few = tokens <= LONE and top_k <= alone.SLOTS and few_shared(call)
+    return lone(call) if few and not call.came else tiled(call)
 
 
 def few_shared(call: ExpertsCall) -> bool:
@@ -146,8 +147,8 @@ def tiled(call: ExpertsCall, sizes: Choice | None = None) -> Tensor:
     cols, up, down = sizes or choice(first, slots, count)
     it = sorted_rows.sort_with_tiles(ids, count, cols)[0] if slots > ALONE else None
     out = torch.empty((call.x.shape[0], last.features), dtype=call.out_dtype, device=call.x.device)
-    h = torch.empty((slots, last.inputs), dtype=call.x.dtype, device=call.x.device)
-    y = torch.empty((slots, last.features), dtype=call.x.dtype, device=call.x.device)
+    h = torch.empty((slots, last.inputs), dtype=call.dtype, device=call.x.device)
+    y = torch.empty((slots, last.features), dtype=call.dtype, device=call.x.device)
     x, scales = _rows(call.x, first)
     words.product(h, x, ids, it, count, body, (first, second), biases[:2], up, cols, scales)
     a, scales = _rows(h, last)

@@ -216,13 +216,13 @@ def features_of(r, block, N, BN: gl.constexpr, form: gl.constexpr):
 @gluon.jit
 def word_tiles(
     x, x_scales, ids, w_a, w_b, s_a, s_b, z_a, z_b, b_a, b_b, order, tiles, num_tiles, offsets, out, max_tiles, top_k, E, K, N, args,
-    at_x, at_ids, at_w, at_s, at_z, first_b, form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr,
+    at_x, step_scales, at_ids, at_w, at_s, at_z, first_b, form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr,
 ):  # fmt: skip
     """out [S, N], rows in the order of slots: x times weights, in the first projection through its activation.
 
     GATING "halves": gate rows from feature ``at_w.first`` of w_a, up rows from ``first_b`` of w_b; "interleaved": both alternate in w_a;
     "plain": w_a only; "none": no activation, x [S, K] has a row for each slot. w_a, s_a, z_a: words, scales, zeros, stacked or as
-    addresses. Rows that are rounded are codes, with x_scales of each group.
+    addresses. Rows that are rounded are codes, with x_scales of each group, ``step_scales`` from a row to the next.
     """
     # What a last projection multiplies with was there before the first one began, so it waits only with its first weights on their way.
     LATE: gl.constexpr = cut.PDL and form.GATING == "none"
@@ -269,7 +269,7 @@ def word_tiles(
         LA: gl.constexpr = gl.SliceLayout(1, mma)
         LR: gl.constexpr = gl.SliceLayout(0, mma)
         blocks = gl.convert_layout(from_s, LA)  # [BN]
-        from_r = x_scales + gl.convert_layout(row, LR).to(gl.int64) * (1 if coding.WHOLE else K // 128)  # [COLS]
+        from_r = x_scales + gl.convert_layout(row, LR).to(gl.int64) * step_scales  # [COLS]
         acc = rounded_sums(
             from_w, blocks, at_s, from_x, from_r, live[:, None, None, None], gl.convert_layout(live, LR), K, LATE, mma, coding, cut
         )

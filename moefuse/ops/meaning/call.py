@@ -19,7 +19,7 @@ from torch import Tensor
 from moefuse.ops.meaning.activations import ACTIVATIONS
 from moefuse.ops.meaning.coded_weights import CodedWeights, Codes, codes_by
 from moefuse.ops.meaning.reference import GATINGS, accumulation_dtype, count_experts, expert_vector, expert_weight, experts_by_projections
-from moefuse.ops.meaning.token_codes import Rounding, as_rounded
+from moefuse.ops.meaning.token_codes import OF_ROWS, Rounding, as_rounded
 
 _NAMES = tuple(ACTIVATIONS)
 _BITS = 8
@@ -152,9 +152,14 @@ class Stack(NamedTuple):
         """Views: weight [out, in] and bias [out], or None, of one expert in floating point."""
         return expert_weight(self.weight, e), expert_vector(self.bias, e)
 
+    def computes_in(self, rows: torch.dtype) -> torch.dtype:
+        """The dtype that rows of a dtype have, or had before they were rounded."""
+        return rows if self.rounding is None or not self.rounding.came else OF_ROWS[self.rounding.came]
+
     def reference(self, rows: Tensor, e: int) -> Tensor:
         """What the projection means: rows [n, in] of one expert -> [n, out]."""
-        dtype, wide, bias = rows.dtype, accumulation_dtype(rows.dtype), expert_vector(self.bias, e)
+        dtype, bias = self.computes_in(rows.dtype), expert_vector(self.bias, e)
+        wide = accumulation_dtype(dtype)
         inner = dtype if self.rounding is None else wide
         given = rows if self.rounding is None else as_rounded(self.rounding, rows).to(wide)
         out = F.linear(given, expert_weight(self.weights(inner), e).to(inner), None if bias is None else bias.to(dtype).to(inner)).to(dtype)
@@ -221,7 +226,7 @@ class ExpertsCall(NamedTuple):
     """Arguments of ``moefuse::experts``, checked by ``ops/meaning/checks.py``. (A named tuple, for a dataclass costs the host more.)
 
     Attributes:
-        x: [T, H].
+        x: [T, H], or bytes of tokens that come rounded.
         ids: [T, K], integers.
         weights: [T, K], floating.
         w_in: first projection: of the gate with gating "separate", else of all there is.
@@ -264,8 +269,8 @@ class ExpertsCall(NamedTuple):
     @staticmethod
     def of_extended(*data: Any, scales: Sequence[float] = (), encodings: Sequence[str] | None = None, **options: Any) -> ExpertsCall:
         """From the arguments of ``moefuse::experts_extended``, in the order of its schema."""
-        call = ExpertsCall.of(*data[:9], **options)
-        return call.with_stacks(extended(data[3:], scales, encodings or ()))
+        call = ExpertsCall.of(*data[:9], **options).with_stacks(extended(data[3:], scales, encodings or ()))
+        return call._replace(out_dtype=call.dtype) if call.came and options.get("out_dtype") is None else call
 
     @staticmethod
     def unpack_extended(tensors: Lists, counts: Sequence[int], scales: Sequence[float], encodings: Sequence[str], *how: Any) -> ExpertsCall:
@@ -316,7 +321,8 @@ class ExpertsCall(NamedTuple):
             return of[which].reference(rows, e)
 
         options = how.activation, how.args, how.gating, how.up_first, how.on_input, self.out_dtype
-        return experts_by_projections(self.x, self.ids, self.weights, self.w_in.experts, self.w_out.features, project, *options)
+        sizes = self.w_in.experts, self.w_out.features
+        return experts_by_projections(self.x, self.ids, self.weights, *sizes, project, *options, self.dtype)
 
     def with_lists(self, lists: Iterable[Lists]) -> ExpertsCall:
         """The call with other :attr:`lists`."""
@@ -333,8 +339,13 @@ class ExpertsCall(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of tokens, and of what is computed."""
-        return self.x.dtype
+        """Of tokens, as they were before they were rounded, and of what is computed."""
+        return self.x.dtype if self.w_in.codes is None else self.w_in.computes_in(self.x.dtype)
+
+    @property
+    def came(self) -> bool:
+        """Whether tokens come rounded (``token_codes.packed``)."""
+        return any(stack.rounding is not None and bool(stack.rounding.came) for stack in self.stacks)
 
     @property
     def held(self) -> torch.dtype:

@@ -20,6 +20,7 @@ from moefuse.ops.meaning.encoding import NAMED, Encoding
 from moefuse.ops.meaning.held import holds
 from moefuse.ops.meaning.recipe import SCORES, Recipe
 from moefuse.ops.meaning.reference import GATINGS
+from moefuse.ops.meaning.token_codes import ALIGN
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -186,6 +187,8 @@ def check_call(call: ExpertsCall, op: str) -> tuple[Any, Any, Any]:
         TypeError, ValueError: as :func:`check_experts`.
     """
     plain = []
+    if call.came:
+        call = _unrounded(call, op)
     for name, stack in zip(("w_in", "w_up", "w_out"), call.stacks, strict=True):
         plain.append(Stack(stack.weight if stack.codes is None else shown(stack.weight, stack.codes, call.x), stack.bias))
         if stack.codes is not None:
@@ -196,6 +199,29 @@ def check_call(call: ExpertsCall, op: str) -> tuple[Any, Any, Any]:
         if stack.term is not None:
             _check_term(name, stack, stack.term, call.x, op)
     return sizes
+
+
+def _unrounded(call: ExpertsCall, op: str) -> ExpertsCall:
+    """The call with tokens as they were before they were rounded, without memory of their own.
+
+    Raises:
+        TypeError, ValueError: its projections do not take rounded ones alike, or these are no such bytes.
+    """
+    x, firsts = call.x, [stack for stack in (call.w_in, call.w_up) if stack.weight]
+    rounding = call.w_in.rounding
+    if rounding is None or any(s.rounding != rounding for s in firsts) or (call.w_out.rounding is not None and call.w_out.rounding.came):
+        bad_value(op, "encodings", "say that some projections get rounded tokens", "that w_in and w_up do, rounded alike")
+    if call.body.on_input or any(stack.term is not None for stack in firsts):
+        bad_value(op, "encodings", "say that tokens come rounded", "tokens that are not, where weights or low-rank terms multiply them")
+    _check_dim(x, 2, op, "x", "[T, bytes]")
+    if x.dtype != torch.uint8:
+        _bad_type(op, "x", f"has dtype {_names([x.dtype])}", "uint8, for `encodings` say that tokens come rounded")
+    inputs = call.w_in.inputs
+    if not rounding.packs(inputs):
+        bad_value(op, "encodings", f"say that {inputs} inputs come rounded by {rounding.group}", f"multiples of {ALIGN}")
+    if not _equal(x.shape[1], rounding.width(inputs)):
+        _same(x.shape[1], rounding.width(inputs), op, "x", x, f"[T, {rounding.width(inputs)}], codes and scales of {inputs} inputs")
+    return call._replace(x=x.new_empty((), dtype=call.dtype).expand(x.shape[0], inputs))
 
 
 def shown(storage: Sequence[Tensor], codes: Codes, x: Tensor) -> list[Tensor]:

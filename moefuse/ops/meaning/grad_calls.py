@@ -125,6 +125,11 @@ class GradCall(NamedTuple):
     body: Body
     u: Tensor | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of tokens, and of what is computed."""
+        return self.x.dtype
+
     @staticmethod
     def unpack(tensors: Sequence[Tensor], counts: Sequence[int], needs: int, *body: Any) -> GradCall:
         """From the arguments of the op."""

@@ -103,7 +103,8 @@ def experts_reference(
         return F.linear(rows, expert_weight(w, e).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     options = activation, activation_args, gating, up_first, weight_on_input
-    return experts_by_projections(x, ids, weights, count_experts(w_in), expert_weight(w_out, 0).shape[0], project, *options, out_dtype)
+    sizes = count_experts(w_in), expert_weight(w_out, 0).shape[0]
+    return experts_by_projections(x, ids, weights, *sizes, project, *options, out_dtype, x.dtype)
 
 
 def experts_by_projections(
@@ -119,23 +120,27 @@ def experts_by_projections(
     up_first: bool,
     weight_on_input: bool,
     out_dtype: torch.dtype | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """:func:`experts_reference`, given what its projections do: ``project(rows [n, ..], 0 for w_in or 1 for w_up or 2 for w_out, e)``."""
+    """:func:`experts_reference`, given what its projections do: ``project(rows [n, ..], 0 for w_in or 1 for w_up or 2 for w_out, e)``.
+
+    ``dtype``: that is computed in; tokens that come rounded are bytes.
+    """
     tokens, top_k = ids.shape
-    wide = accumulation_dtype(x.dtype)
+    wide = accumulation_dtype(dtype)
     act = ACTIVATIONS[activation].forward
     scale = weights.to(wide)
-    y = x.new_zeros((tokens, top_k, hidden_out))
+    y = x.new_zeros((tokens, top_k, hidden_out), dtype=dtype)
     for e in range(num_experts):
         token, slot = torch.where(ids == e)
         rows = x[token]
         if weight_on_input:
-            rows = (rows.to(wide) * scale[token, slot, None]).to(x.dtype)
+            rows = (rows.to(wide) * scale[token, slot, None]).to(dtype)
         h = project(rows, 0, e)
         gate, up = split_gate(h, gating, up_first)
         if gating == "separate":
             gate, up = h, project(rows, 1, e)
-        a = act(gate.to(wide), None if up is None else up.to(wide), activation_args).to(x.dtype)
+        a = act(gate.to(wide), None if up is None else up.to(wide), activation_args).to(dtype)
         y = y.index_put((token, slot), project(a, 2, e))
     valid = (ids >= 0) & (ids < num_experts)
     out = torch.zeros((tokens, hidden_out), dtype=wide, device=x.device)
@@ -144,7 +149,7 @@ def experts_by_projections(
         if not weight_on_input:
             term = term * scale[:, k : k + 1].masked_fill(~valid[:, k : k + 1], 0)
         out = out + term
-    return out.to(out_dtype or x.dtype)
+    return out.to(out_dtype or dtype)
 
 
 def topk_reference(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,9 @@ For each token, and each ``group`` of its inputs, with all steps in float32:
     code(k) = round(x[k] / max(s, least))     to the nearest code, of two as near to the even one; never past the largest
     x[k] becomes code(k) * s                  (``power``: s is max(s, least), then the next power of two that is not smaller)
 
+Who has rounded the rows before says so (``came``): they are bytes then, each row's codes and behind them its scales (:func:`packed`), which
+mean what they would have been rounded to. So rows that travel to their experts take half of the bytes.
+
 So a token's codes depend on nothing but that token. A group of zeros has codes of zero if ``least`` is not, else NaN, as where a program
 divides zero by zero. A group that has NaN or infinity makes NaN of all that its token gives.
 """
@@ -19,7 +22,11 @@ from torch import Tensor
 
 CODES = {"e4m3": (torch.float8_e4m3fn, 448.0), "s8": (torch.int8, 127.0)}
 """Dtype and largest number of the codes."""
+OF_ROWS = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+"""Of rows that come rounded."""
 LEAST = 1e-12
+ALIGN = 16
+"""Codes, and codes with scales, of a row are so many bytes, or a multiple."""
 POWER, NUMBER = "2^n", "number"
 
 
@@ -32,12 +39,14 @@ class Rounding:
         group: so many inputs of a token, neighbours, have a scale; 0: all of them.
         power: scales are powers of two.
         least: what is divided by is at least this.
+        came: the dtype of the rows that have been rounded already, and come as :func:`packed` makes them; "": they have not been.
     """
 
     element: str = "e4m3"
     group: int = 0
     power: bool = False
     least: float = LEAST
+    came: str = ""
 
     def __post_init__(self) -> None:
         if self.element not in CODES or self.group < 0 or not 0 <= self.least < float("inf"):
@@ -45,7 +54,8 @@ class Rounding:
 
     def __str__(self) -> str:
         """For the op's schema; :meth:`parse` reads it."""
-        return f"{self.element}/{self.group}/{POWER if self.power else NUMBER}/{self.least!r}"
+        text = f"{self.element}/{self.group}/{POWER if self.power else NUMBER}/{self.least!r}"
+        return f"{text}/{self.came}" if self.came else text
 
     @staticmethod
     def parse(text: str) -> Rounding:
@@ -54,10 +64,22 @@ class Rounding:
         Raises:
             ValueError: it did not.
         """
-        element, group, kind, least = text.split("/")
-        if kind not in (POWER, NUMBER):
+        element, group, kind, least, *came = text.split("/")
+        if kind not in (POWER, NUMBER) or came not in ([], *([name] for name in OF_ROWS)):
             raise ValueError(f"no rounding of activations: {text!r}")
-        return Rounding(element, int(group), kind == POWER, float(least))
+        return Rounding(element, int(group), kind == POWER, float(least), *came)
+
+    def width(self, inputs: int) -> int:
+        """Bytes of a row of so many inputs as :func:`packed` makes it."""
+        return -(-(inputs + 4 * (inputs // self.group if self.group else 1)) // ALIGN) * ALIGN
+
+    def inputs(self, width: int) -> int:
+        """Inputs of a row of so many bytes; the inverse of :meth:`width` where :meth:`packs` holds."""
+        return width // (self.group + 4) * self.group if self.group else width - ALIGN
+
+    def packs(self, inputs: int) -> bool:
+        """Whether rows of so many inputs may come packed."""
+        return inputs % ALIGN == 0 and (self.group % ALIGN == 0 and inputs % self.group == 0 if self.group else True)
 
     def describe(self) -> str:
         """For a report."""
@@ -68,13 +90,33 @@ class Rounding:
 def quantise(activation: Rounding, x: Tensor) -> tuple[Tensor, Tensor]:
     """The definition: codes [..., K], float8 or int8, and scales [..., K / group], float32, of rows x [..., K].
 
-    K is a multiple of ``group``; for a group of 0 there is one scale.
+    K is a multiple of ``group``; for a group of 0 there is one scale. Rows that came packed are taken apart.
     """
+    if activation.came:
+        return unpacked(activation, x)
     if not x.shape[-1]:
         empty = x.new_zeros((*x.shape[:-1], 0 if activation.group else 1), dtype=torch.float32)
         return x.to(CODES[activation.element][0]), empty
     ratios, scales = _ratios(activation, x)
     return _nearest(activation, ratios.flatten(-2)), scales
+
+
+def packed(activation: Rounding, x: Tensor) -> Tensor:
+    """Bytes [.., :meth:`Rounding.width`] of rows x [.., K]: codes, then scales as float32 in the machine's order, then zeros."""
+    codes, scales = quantise(activation, x)
+    out = x.new_zeros((*x.shape[:-1], activation.width(x.shape[-1])), dtype=torch.uint8)
+    out[..., : x.shape[-1]] = codes.view(torch.uint8)
+    out[..., x.shape[-1] :][..., : 4 * scales.shape[-1]].view(torch.float32).copy_(scales)
+    return out
+
+
+def unpacked(activation: Rounding, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [.., K] and scales [.., K / group]: of what :func:`packed` made, as views where rows are contiguous."""
+    inputs = activation.inputs(rows.shape[-1])
+    groups = inputs // activation.group if activation.group else 1
+    if rows.stride(-1) != 1 or rows.storage_offset() % 4 or any(step % 4 for step in rows.stride()[:-1]):
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows[..., :inputs].view(CODES[activation.element][0]), rows[..., inputs:][..., : 4 * groups].view(torch.float32)
 
 
 def _ratios(activation: Rounding, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +147,7 @@ def next_power(x: Tensor) -> Tensor:
 def as_rounded(activation: Rounding, x: Tensor) -> Tensor:
     """What is multiplied in place of rows x [..., K]: each code times its scale, float32."""
     codes, scales = quantise(activation, x)
-    if not x.shape[-1]:
+    if not codes.shape[-1]:
         return codes.float()
     rounded: Tensor = codes.float().unflatten(-1, (scales.shape[-1], -1)) * scales.unsqueeze(-1)
     return rounded.flatten(-2)
@@ -124,4 +166,4 @@ def unsure(activation: Rounding, x: Tensor, by: float) -> Tensor:
     return found.flatten(-2)
 
 
-__all__ = ["CODES", "LEAST", "Rounding", "as_rounded", "next_power", "quantise", "unsure"]
+__all__ = ["CODES", "LEAST", "Rounding", "as_rounded", "next_power", "packed", "quantise", "unpacked", "unsure"]
