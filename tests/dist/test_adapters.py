@@ -89,7 +89,7 @@ FLOAT8: dict[str, tuple[dict[str, Any], tuple[int, int], bool]] = {
 @pytest.mark.parametrize("case", FLOAT8)
 @pytest.mark.parametrize("kind", ["Loop", "Batched", "Grouped"])
 def test_float8(two: Workers, kind: str, case: str) -> None:
-    """Scales are spread with the codes. Tokens travel rounded, as experts on one process round them, and with the bits of unrounded ones."""
+    """Scales are spread with the codes. Tokens travel rounded, as experts on one process round them, and give the same bits."""
     how, tokens, rounded = FLOAT8[case]
     for found in two.run(adapters.held, kind, tokens, **how):
         assert found.off <= 2.0**-7  # each rank's partial sum is rounded to bfloat16, and may be larger than the sum

@@ -321,8 +321,8 @@ class ExpertsCall(NamedTuple):
             return of[which].reference(rows, e)
 
         options = how.activation, how.args, how.gating, how.up_first, how.on_input, self.out_dtype
-        sizes = self.w_in.experts, self.w_out.features
-        return experts_by_projections(self.x, self.ids, self.weights, *sizes, project, *options, self.dtype)
+        count, hidden = self.w_in.experts, self.w_out.features
+        return experts_by_projections(self.x, self.ids, self.weights, count, hidden, project, *options, self.dtype)
 
     def with_lists(self, lists: Iterable[Lists]) -> ExpertsCall:
         """The call with other :attr:`lists`."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from moefuse.ops.meaning.call import Body, ExpertsCall, Stack, Stacks, Term, cut, extended, factors_of, join, lists_of, stacks, with_terms

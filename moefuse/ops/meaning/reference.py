@@ -103,8 +103,8 @@ def experts_reference(
         return F.linear(rows, expert_weight(w, e).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     options = activation, activation_args, gating, up_first, weight_on_input
-    sizes = count_experts(w_in), expert_weight(w_out, 0).shape[0]
-    return experts_by_projections(x, ids, weights, *sizes, project, *options, out_dtype, x.dtype)
+    count, hidden = count_experts(w_in), expert_weight(w_out, 0).shape[0]
+    return experts_by_projections(x, ids, weights, count, hidden, project, *options, out_dtype, x.dtype)
 
 
 def experts_by_projections(
