@@ -13,7 +13,8 @@ implementations of a shape take turns. "us_launched" is the same without a graph
 "moefuse_own" and "moefuse_library" force whose products are used (``kernels/triton/provide/products.py``). "loop" is a loop over a list of
 experts, eager, because Inductor cannot make one graph of it, and "moefuse_loop" the same loop compiled by moefuse. "hf_grouped" is not
 compiled: in float32 transformers keeps ``grouped_mm`` away from Inductor, which has no gradient of what stands in for it.
-"moefuse_uncopied" keeps the caller's tokens for backward, not a copy that nobody else writes to: what ``moefuse::own`` takes.
+"moefuse_uncopied" keeps the caller's tokens for backward, not a copy that nobody else writes to: what ``moefuse::own`` takes. "dense" is a
+bound: the six products of as many rows with one expert's weights, by torch, and nothing else.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ import layer_report  # noqa: E402
 import moefuse  # noqa: E402
 from moefuse.runtime import providers  # noqa: E402
 
-NAMES = ("moefuse", "moefuse_own", "moefuse_library", "hf_grouped_c", "moefuse_loop", "loop")
+NAMES = ("moefuse", "moefuse_own", "moefuse_library", "hf_grouped_c", "moefuse_loop", "loop", "dense")
 EAGER = ("loop", "hf_grouped")
 LIMIT = 0.02
 Step = Callable[[Tensor, Tensor, Tensor, Tensor], list[Tensor]]
@@ -76,6 +77,18 @@ def make(name: str, s: gs.Shape, lists: layer.Lists) -> Step:
                 raise RuntimeError(f"not fused: {report}")
             fused = True
         return [out.detach(), *torch.autograd.grad(out, [x, weights, *parameters], grad)]
+
+    return step
+
+
+def dense(s: gs.Shape, tokens: int, dtype: torch.dtype) -> Step:
+    """The products of a step as those of one expert that has all rows."""
+    rows, width = tokens * s.top_k, 2 * s.inter
+    x, h, a, d_y = (torch.randn(rows, n, dtype=dtype, device="cuda") for n in (s.hidden, width, s.inter, s.hidden))
+    w_in, w_out = (torch.randn(n, k, dtype=dtype, device="cuda") * k**-0.5 for n, k in ((width, s.hidden), (s.hidden, s.inter)))
+
+    def step(*_: Tensor) -> list[Tensor]:
+        return [x @ w_in.t(), a @ w_out.t(), d_y @ w_out, d_y.t() @ a, h @ w_in, h.t() @ x]
 
     return step
 
@@ -211,8 +224,8 @@ def measure(
             continue
         try:
             torch._dynamo.reset()
-            step = make(name, s, lists)
-            entry["errors"] = errors(step(*sets[0]), want, rows, expert, s.oai)
+            step = dense(s, tokens, dtype) if name == "dense" else make(name, s, lists)
+            entry["errors"] = {"none": 0.0} if name == "dense" else errors(step(*sets[0]), want, rows, expert, s.oai)
             if not all(value < LIMIT for value in entry["errors"].values()):
                 raise RuntimeError(f"errors {entry['errors']}")
             it = Timed(name, step, sets)
