@@ -12,10 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefuse
+from moefuse.ops.meaning.encoding import Encoding, Rounding
 from moefuse.runtime.transports import beside, symm
+from tests.cpu import ops_case as cases
+from tests.cpu.coded_case import coded, rounded_before
 from tests.dist import balanced, copied, equal, layers
 from tests.dist.equal import Case
 from tests.dist.workers import Workers
+from tests.gpu.test_coded import on_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 REPLAYS = 1000
@@ -242,6 +246,38 @@ def from_records(rank: int, most: Any) -> tuple[float, int]:
                         p.mul_(1.25)
     known = player.active()
     return worst, 0 if known is None else int(known.library.moefuse_known())
+
+
+@pytest.mark.parametrize("transport", ["allgather", "all_to_all", "symm"])
+def test_tokens_in_8_bits(two: Workers, transport: str) -> None:
+    """Float8 experts that round their rows make the same bits of tokens that come rounded; twice, the second time from records."""
+    for same in two.run(in_8_bits, transport):
+        assert same == [True] * 8
+
+
+def in_8_bits(rank: int, transport: str) -> list[bool]:
+    """Whether it is so: for few tokens and many, unequal numbers of them."""
+    ops, experts = torch.ops.moefuse, 6
+    how = {"max_tokens": 700} if transport == "symm" else {}
+    mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("ep",))["ep"]
+    model = layers.Model(layers.Stacked, experts).cuda()
+    layer = moefuse.parallelize(model, mesh, transport=transport, **how).layers[0]
+    (terms,), slots, place = [t.text for t in layer.terms], layer.placement.slots, model.first._moefuse_place
+    encoding, found = Encoding("e4m3", (128, 128), activation=Rounding("e4m3", 128)), []
+    for count in (30, 700 - 40 * rank):
+        case = cases.Case(count, 256, 384, slots, 2, 256, dtype=torch.bfloat16)
+        args, _, options = coded(case, encoding, None, encoding)
+        x, _, weights, *rest = on_gpu(args)
+        ids = torch.randint(0, experts, (count, 2), device="cuda")
+        sent, named = rounded_before([x, ids, weights, *rest], options)
+        for _ in range(2):
+            results = []
+            for rows, given in ((x, options), (sent[0], named)):
+                arrived, scores, local, *handle = ops.ep_dispatch([rows, weights], ids, place, slots, terms, "first")
+                y = ops.experts_extended(arrived, local, scores, *rest, **given)
+                results.append((y[(local >= 0).any(1)], ops.ep_combine(y, handle, count, terms, "first")))
+            found += [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+    return found
 
 
 def test_unequal_numbers_are_loud() -> None:
