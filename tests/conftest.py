@@ -60,15 +60,15 @@ def _families(items: list[pytest.Item], mark: str) -> Collection[list[Any]]:
 
 
 def _sample(items: list[pytest.Item]) -> None:
-    """Skip all cases of a test but every n-th, by their names, and but every third of those; at least one runs."""
+    """Skip all cases of a test but every n-th, by their names, and but every sixth of those; at least one runs."""
     for some in _families(items, "sampled"):
         share = int(next(some[0].iter_markers("sampled")).args[0])
         numbers = [zlib.crc32(item.nodeid.encode()) for item in some]
         drawn = [at for at, n in enumerate(numbers) if not n % share] or [min(range(len(some)), key=lambda at: numbers[at] % share)]
-        runs = {at for at in drawn if numbers[at] // share % 3 == 2} or {drawn[0]}
+        runs = {at for at in drawn if numbers[at] // share % 6 == 5} or {drawn[0]}
         for at, item in enumerate(some):
             if at not in runs:
-                item.add_marker(pytest.mark.skip(reason=f"one case of {3 * share}; HYPOTHESIS_PROFILE=deep runs all"))
+                item.add_marker(pytest.mark.skip(reason=f"one case of {6 * share}; HYPOTHESIS_PROFILE=deep runs all"))
 
 
 def _cover(items: list[pytest.Item]) -> None:

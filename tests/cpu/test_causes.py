@@ -225,6 +225,7 @@ class Selected(Block):
         return out
 
 
+@pytest.mark.code_once
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_is_fused_behind_a_break_is_not_refused_before_it(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
     model, x, kind = compiled(Selected, strict=strict), torch.randn(T, H), torch.arange(T) % 3 > 0

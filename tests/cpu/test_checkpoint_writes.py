@@ -181,6 +181,7 @@ def compared(model: Model) -> moefuse.FusionReport:
     return report
 
 
+@pytest.mark.code_once
 @pytest.mark.parametrize("kind", [Model, Loops, Mapped])
 def test_one_graph(kind: type[Model]) -> None:
     """Outputs and gradients of eager, of the router's loss as well."""
