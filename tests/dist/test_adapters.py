@@ -6,10 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import given, strategies as st
 
 from tests.dist import adapters, scenes
 from tests.dist.workers import Workers
+from tests.strategies import THOROUGH
 
 CASES = {
     # name: (adapters before parallelize, behind which compiler, whether gradients are taken, whether by batched products)
@@ -83,6 +86,37 @@ FLOAT8: dict[str, tuple[dict[str, Any], tuple[int, int], bool]] = {
     "few at most": ({"max_tokens": 7}, (5, 7), False),
     "in training": ({"train": True}, (5, 7), False),
 }
+
+
+HOW = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_tokens": st.sampled_from([9, 600, "equal"]),
+        "transport": st.sampled_from(["all_to_all", "allgather"]),
+        "placement": st.sampled_from(["round_robin", [1, 1, 0, 1], [0, 0, 0, 0]]),
+        "tokens": st.sampled_from(["replicated", "sequence"]),
+    },
+)
+COUNT = st.integers(0, 9)
+
+
+def test_float8_drawn(two: Workers) -> None:
+    """Any numbers of tokens, a rank without experts, all that may be said of tokens, and rows of what is hard to round."""
+
+    @hypothesis.settings(max_examples=40 if THOROUGH else 3)
+    @given(st.sampled_from(["Loop", "Batched", "Grouped"]), st.tuples(COUNT, COUNT), st.sampled_from([*adapters.ODD]), HOW)
+    def holds(kind: str, counts: tuple[int, int], odd: str, how: dict[str, Any]) -> None:
+        if how.get("tokens") == "replicated":
+            how.pop("transport", None)
+        if how.get("tokens") == "replicated" or how.get("max_tokens") == "equal":
+            counts = (counts[0], counts[0])
+        for found in two.run(adapters.held, kind, counts, odd=odd, **how):
+            assert found.off <= 2.0**-7
+            assert found.bits
+            assert not found.skipped
+            assert ["tokens in 8 bits" in said for said in found.said] == [how.get("max_tokens") != 9] * len(found.said), found
+
+    holds()
 
 
 @pytest.mark.sampled(3)
