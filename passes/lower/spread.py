@@ -225,9 +225,10 @@ class Spread(Lowering):
         return replace(how, came=str(dtype).removeprefix("torch."))
 
     def few(self) -> bool:
-        """Whether so few tokens travel that it costs more to round them by themselves."""
+        """Whether so few tokens travel that it costs more to round them by themselves: by numbers that all ranks have alike."""
+        tokens = shape_of(fake(super().ids()))[0]
         numbers = [Terms.parse(hop.terms).most for hop in self.where.hops]
-        return any(isinstance(most, int) and most < ROUNDED_FROM for most in numbers)
+        return any(isinstance(n, int) and n < ROUNDED_FROM for n in (tokens if most == "equal" else most for most in numbers))
 
     def codes(self, body: Body) -> tuple[list[Node], list[str]]:
         """As of :class:`Lowering`; the first projections get tokens as they came."""
