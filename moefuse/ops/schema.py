@@ -92,7 +92,7 @@ TRAVELS = ("ep_dispatch", "ep_combine", "ep_send", "ep_give_back")
 SPREAD = ("ep_experts_forward", "ep_backward_rows", "ep_backward_in")
 """What ``ep_experts`` is where it is differentiated (moefuse/ops/spread.py)."""
 COMPILED = (
-    *TRAVELS, *SPREAD,
+    *TRAVELS, *SPREAD, "row_codes",
     "experts_forward", "experts_hidden", "experts_backward_rows", "experts_backward_in", "experts_backward_out", "experts_extended_forward",
     "experts_extended_hidden", "experts_extended_backward", "permute", "grouped_linear", "grouped_linear_backward", "grouped_linear_coded",
     "grouped_linear_coded_backward", "expert_rows", "expert_rows_backward", "combine", "combine_backward",
