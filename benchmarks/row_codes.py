@@ -63,6 +63,7 @@ def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
 
 @torch.no_grad()
 def measured(mesh: DeviceMesh, device: torch.device, tokens: int, transport: str, tiny: bool, rounds: int) -> list[dict[str, Any]]:
+    torch._dynamo.reset()
     hidden, inter, block = (64, 32, 32) if tiny else (HIDDEN, INTER, 128)
     model = nn.Sequential(Routed().to(device))
     plan = moefuse.parallelize(model, mesh, transport=transport, max_tokens=tokens)  # type: ignore[arg-type]
