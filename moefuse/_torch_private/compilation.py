@@ -233,7 +233,7 @@ def given_fakes() -> bool:
 
     given = torch.utils._pytree.tree_leaves((known.args, known.kwargs, dict(known.local_scope)))
     modules = (value for value in given if isinstance(value, torch.nn.Module) and hasattr(value, "_parameters"))  # not in its __init__
-    first = (next(value.parameters(), None) for value in modules)
+    first = (next((p for part in value.modules() for p in part._parameters.values() if p is not None), None) for value in modules)
     return any(isinstance(value, FakeTensor) for value in (*given, *first))
 
 

@@ -132,8 +132,9 @@ class Rows64:
         dtype = torch.float32 if shown is None else shown.dtype
         rows = child.to(dtype)
         found: torch.Tensor = as_rounded(how, rows).double() @ weight.T
-        # A token is exact but for the division; behind a product, an activation and another product there are three roundings.
-        by = 4 * torch.finfo(torch.float32).eps if isinstance(expr.child, Token) else 1.5 * torch.finfo(dtype).eps
+        # A token is exact but for the division; behind a product, an activation and another product there are three roundings, and sums.
+        f32, eps = torch.finfo(torch.float32).eps, torch.finfo(dtype).eps
+        by = 4 * f32 if isinstance(expr.child, Token) else max(1.5 * eps, 64 * f32)
         other = unsure(how, rows, by).double().square() @ weight.square().T
         self.loose += other.mean(-1) / found.square().mean(-1).clamp(min=1e-300)
         return found

@@ -14,8 +14,9 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import call_of, tensor
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import draws
-from moefuse.passes.graph.sharded import NotLocalError
+from moefuse.passes.graph.sharded import NotLocalError, is_gathered
 from moefuse.passes.graph.storage import Memory
+from moefuse.runtime.groups import weight_of
 
 
 def check_alike(values: Iterable[Node]) -> None:
@@ -28,6 +29,11 @@ def check_alike(values: Iterable[Node]) -> None:
         if node in seen:
             continue
         seen.add(node)
+        if is_gathered(node):
+            raise NotLocalError(
+                f"it computes weights from all of {weight_of(node.args[-1])[1] or named(node)} in each call: only views of sharded weights "  # type: ignore[arg-type]
+                "stay where they are"
+            )
         memory = memory or Memory(node.graph)
         if not _made_alike(node) or any(memory.writes.get(name) for name in memory.storages(node)):
             raise NotLocalError(

@@ -8,7 +8,7 @@ as the weights are views of the sharded ones, expert by expert, which is read fr
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,8 +39,17 @@ _AS_ONE = (*_ROUNDS, "symm")
 """Transports whose dispatch, experts and combine are one op."""
 
 
-ROUNDED_FROM = 512
-"""Tokens of a rank. Rounding them takes a launch, 4 us; experts save 6 of these at 512, and 16 at 4096 (two ranks' tokens on an H200)."""
+ROUNDED_FROM = {"one host": 16 << 20, "several": 1 << 20}
+"""Bytes of a rank's tokens. Rounding them is one more launch, 10 to 30 us where the host is behind; on two H200 the layer is 1.03x to 1.05x
+as fast from 16 MiB on, launched too (benchmarks/results/row-codes-h200x2.json). Between hosts 1 MiB takes 20 us and more."""
+
+
+def pays_to_round(most: Sequence[object], row: int, hosts: int) -> bool:
+    """Whether tokens of ``row`` bytes are rounded before they travel, by what all ranks have alike: the most tokens of one on each way,
+    where that is a number, and the number of hosts."""
+    known = [n for n in most if isinstance(n, int)]
+    least = ROUNDED_FROM["several" if hosts > 1 else "one host"]
+    return min(known) * row >= least if known else hosts > 1
 
 
 def keeps_less(text: str) -> bool:
@@ -217,18 +226,21 @@ class Spread(Lowering):
         firsts = [(p.weight.held, p.terms) for p in (body.first, body.up) if p is not None]
         found = {None if held is None or terms else encoding_of(held, self.region.unrounded).activation for held, terms in firsts}
         how = found.pop()
-        if self.grad or body.weight_on_input or found or how is None or self.few():
+        if body.weight_on_input or found or how is None or self.differentiated(body, dtype):
             return None
         width = fake(super().tokens(body.token, dtype)).shape[-1]
         if not isinstance(width, int) or not how.packs(width) or how.width(width) >= width * dtype.itemsize:
             return None
-        return replace(how, came=str(dtype).removeprefix("torch."))
+        tokens, ways = shape_of(fake(super().ids()))[0], [Terms.parse(hop.terms) for hop in self.where.hops]
+        ways = [way for way in ways if way.transport != "all_reduce"]
+        most = [tokens if way.most == "equal" else way.most for way in ways]
+        pays = bool(ways) and pays_to_round(most, width * dtype.itemsize, max(way.group.spans for way in ways))
+        return replace(how, came=str(dtype).removeprefix("torch.")) if pays else None
 
-    def few(self) -> bool:
-        """Whether so few tokens travel that it costs more to round them by themselves: by numbers that all ranks have alike."""
-        tokens = shape_of(fake(super().ids()))[0]
-        numbers = [Terms.parse(hop.terms).most for hop in self.where.hops]
-        return any(isinstance(n, int) and n < ROUNDED_FROM for n in (tokens if most == "equal" else most for most in numbers))
+    def differentiated(self, body: Body, dtype: torch.dtype) -> bool:
+        """Whether what is dispatched wants gradients, or the experts do: as the op finds when it runs, and other ranks with it."""
+        sent = (super().tokens(body.token, dtype), super().slot_weights(body.weight), *self.trained())
+        return self.grad and any(fake(node).requires_grad for node in sent)
 
     def codes(self, body: Body) -> tuple[list[Node], list[str]]:
         """As of :class:`Lowering`; the first projections get tokens as they came."""

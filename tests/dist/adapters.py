@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import moefuse
-from moefuse.passes.lower.spread import Spread
+from moefuse.passes.lower import spread
 from tests.cpu.capture_case import Seen, capturing
 from tests.dist import faults, layers, scenes
 from tests.zoo.tiny import build
@@ -223,8 +223,15 @@ ODD = {"tiny": 1e-20, "zeros": 0.0, "huge": 1e20, "infinite": float("inf"), "no 
 """What one number of each rank's first token is multiplied by, or its whole."""
 
 
-def held(rank: int, kind: str, counts: tuple[int, ...], train: bool = False, odd: str = "tiny", **how: Any) -> Held:
-    """Experts in float8 beside the op on one process, which rounds activations as this one does."""
+def held(
+    rank: int, kind: str, counts: tuple[int, ...], train: bool | str = False, odd: str = "tiny", pays: bool = True, **how: Any
+) -> Held:
+    """Experts in float8 beside the op on one process, which rounds activations as this one does.
+
+    Args:
+        train: tokens want gradients; "one": the second rank alone is in grad mode, and nothing wants any.
+        pays: tokens are rounded however few they are.
+    """
     from tests.programs import fp8
 
     single = nn.Sequential(getattr(fp8, kind)())
@@ -232,16 +239,21 @@ def held(rank: int, kind: str, counts: tuple[int, ...], train: bool = False, odd
     moefuse.parallelize(model, scenes.mesh(), **how)
     x = torch.randn(counts[rank], fp8.H, generator=torch.Generator().manual_seed(0 if how.get("tokens") else rank)).bfloat16()
     x[:1, : 1 if odd in ("infinite", "no number") else None] *= ODD[odd]
-    x.requires_grad_(train)
+    x.requires_grad_(train is True)
+    for module in (single, model) if train == "one" else ():
+        module.requires_grad_(False)
 
     def run(of: nn.Module, seen: Seen) -> Tensor:
         torch._dynamo.reset()
         out: Tensor = torch.compile(of, backend=capturing(seen, behind=scenes.BEHIND))(x)
         return out.detach()
 
-    with torch.set_grad_enabled(train):
+    with (
+        torch.set_grad_enabled(train is True or (train == "one" and rank == 1)),
+        mock.patch.object(spread, "pays_to_round", (lambda *_: True) if pays else spread.pays_to_round),
+    ):
         out, wanted = run(model, seen), run(single, Seen()).double()
-        with mock.patch.object(Spread, "rounds", return_value=None):
+        with mock.patch.object(spread.Spread, "rounds", return_value=None):
             unrounded = run(model, Seen())
     same = torch.equal(out.isnan(), wanted.isnan()) and torch.equal(out.isnan(), unrounded.isnan())
     out, wanted, unrounded = (t.nan_to_num(0.0) for t in (out, wanted, unrounded))

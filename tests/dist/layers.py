@@ -288,6 +288,23 @@ class OnInput(Stacked):
         return out
 
 
+class Scaled(Stacked):
+    """Weights times a Parameter, in each call."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.scale = nn.Parameter(torch.rand(experts, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out, both = torch.zeros_like(x), self.gate_up * self.scale
+        for e in range(len(self.down)):
+            token, slot = torch.where(ids == e)
+            gate, up = F.linear(x[token], both[e]).chunk(2, -1)
+            out.index_add_(0, token, F.linear(F.silu(gate) * up, self.down[e]) * weights[token, slot, None])
+        return out
+
+
 class Interleaved(Stacked):
     """Gate and up projection row by row, with biases."""
 

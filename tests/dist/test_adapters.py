@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import given, strategies as st
 
+from moefuse.passes.lower.spread import pays_to_round
 from tests.dist import adapters, scenes
 from tests.dist.workers import Workers
 from tests.strategies import THOROUGH
@@ -81,13 +82,22 @@ FLOAT8: dict[str, tuple[dict[str, Any], tuple[int, int], bool]] = {
     "any number of tokens": ({}, (5, 7), True),
     "none on one rank": ({}, (6, 0), True),
     "exact splits": ({"transport": "all_to_all"}, (5, 7), True),
-    "the same tokens": ({"tokens": "replicated"}, (6, 6), True),
-    "many at most": ({"max_tokens": 512}, (5, 7), True),
-    "few at most": ({"max_tokens": 7}, (5, 7), False),
-    "equally many": ({"max_tokens": "equal"}, (512, 512), True),
-    "equally few": ({"max_tokens": "equal"}, (6, 6), False),
+    "the same tokens, which do not travel": ({"tokens": "replicated"}, (6, 6), False),
+    "nothing wants gradients, in other modes": ({"train": "one", "max_tokens": 9}, (5, 7), True),
+    "at most": ({"max_tokens": 512}, (5, 7), True),
+    "equally many": ({"max_tokens": "equal"}, (6, 6), True),
+    "few": ({"max_tokens": 7, "pays": False}, (5, 7), False),
+    "nobody knows how many": ({"pays": False}, (5, 7), False),
     "in training": ({"train": True}, (5, 7), False),
 }
+
+
+def test_when_it_pays_to_round_tokens() -> None:
+    """Many on one host, where their number is said; fewer between hosts, and any number that is not said."""
+    row = 4096
+    assert [pays_to_round([n], row, 1) for n in (4095, 4096, "any", 8192)] == [False, True, False, True]
+    assert [pays_to_round([n], row, 2) for n in (255, 256, "any", 8192)] == [False, True, True, True]
+    assert [pays_to_round(most, row, 1) for most in ([8192, 16], ["any", 8192], [])] == [False, True, False]
 
 
 HOW = st.fixed_dictionaries(
@@ -116,7 +126,7 @@ def test_float8_drawn(two: Workers) -> None:
             assert found.off <= 2.0**-7
             assert found.bits
             assert not found.skipped
-            assert ["tokens in 8 bits" in said for said in found.said] == [how.get("max_tokens") not in (9, "equal")] * len(found.said)
+            assert ["tokens in 8 bits" in said for said in found.said] == [how.get("tokens") != "replicated"] * len(found.said)
 
     holds()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -168,6 +169,15 @@ def test_buffers_of_experts(two: Workers) -> None:
         texts = {s.message for s in found.report.skipped if s.code == "experts-gathered"}
         said = "`{}.bias` may differ from rank to rank: only Parameters are alike"
         assert [said.format(layer) in text for layer, text in zip(("first", "second"), sorted(texts), strict=True)] == [True, True], texts
+
+
+def test_weights_that_are_computed_of_sharded_ones(two: Workers) -> None:
+    """They are alike on all ranks; the layer gathers since nobody computes them of a rank's own rows, and says that."""
+    for found in two.run(equal.run, Case(layers.Scaled, (5, 7))):
+        assert found.worst <= 2e-6, found
+        said = {s.message for s in found.report.skipped if s.code == "experts-gathered"}
+        assert said
+        assert all(re.search(r"it computes weights from all of (gate_up|scale) in each call: only views", text) for text in said), said
 
 
 def test_what_is_refused_gathers(two: Workers) -> None:

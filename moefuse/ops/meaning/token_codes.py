@@ -154,14 +154,16 @@ def as_rounded(activation: Rounding, x: Tensor) -> Tensor:
 
 
 def unsure(activation: Rounding, x: Tensor, by: float) -> Tensor:
-    """How far another code of rows x [..., K] is away that one gets whose numbers, or divisions, are ``by`` of their size off; float32.
+    """How far another code of rows x [..., K] is away that one gets whose numbers, or divisions, are ``by`` of their size off, and of the
+    size of what has a scale with them, as sums are; float32.
 
     Zero nearly everywhere: where that moves no number past the middle between two codes.
     """
     if not x.shape[-1]:
         return x.float()
     ratios, scales = _ratios(activation, x)
-    apart = _nearest(activation, ratios * (1 + by)).float() - _nearest(activation, ratios * (1 - by)).float()
+    off = by * (ratios.abs() + ratios.square().mean(-1, keepdim=True).sqrt())
+    apart = _nearest(activation, ratios + off).float() - _nearest(activation, ratios - off).float()
     found: Tensor = apart.abs() * scales.unsqueeze(-1)
     return found.flatten(-2)
 
