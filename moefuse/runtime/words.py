@@ -115,9 +115,11 @@ class Call:
         """Raises a PeerError that names two ranks and what they run."""
         ranks = self.terms.group.ranks
         other = next((i for i, text in enumerate(said) if text != said[0]), 0)
+        gathers = {text.startswith("gathered") for text in said}
+        hint = " (a rank that gathers is in eager mode, or its report says why)" if len(gathers) > 1 else ""
         raise PeerError(
-            f"rank {ranks[other]} runs {said[other]}, where rank {ranks[0]} runs {said[0]}: all ranks have to run the same layers in the "
-            "same order, with the same numbers in their experts, and all compiled or all in eager mode"
+            f"rank {ranks[other]} runs {said[other]}, where rank {ranks[0]} runs {said[0]}{hint}: all ranks have to run the same layers in "
+            "the same order, with the same numbers in their experts, and all compiled or all in eager mode"
         )
 
 

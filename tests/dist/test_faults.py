@@ -54,6 +54,7 @@ def test_ranks_that_run_something_else(two: Workers, name: str, how: dict[str, A
         there = "gathered gate_up of second with float32[24, 8]" if "gathers" in name else "ep_dispatch of first with float32[8], int64[2]"
         assert f"where rank 0 runs {there} (ep" in text
         assert text.endswith("in the same order, with the same numbers in their experts, and all compiled or all in eager mode")
+        assert ("(a rank that gathers is in eager mode, or its report says why)" in text) is (name == "eager and compiled")
         assert seconds < TIMEOUT / 2
         assert (again, later) == ("nothing", True), (rank, again)
 
