@@ -6,6 +6,7 @@ Only where a program runs as it is written, outside of compiled calls: Dynamo wo
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,16 +36,25 @@ class ReadOnly(Tensor):
         kwargs = kwargs or {}
         target = args[0] if args else next(iter(kwargs.values()), None)
         to_itself = len(args) == 2 and args[0] is args[1]  # as ``parametrize`` sets what it registers
-        if isinstance(target, cls) and _writes(func) and not to_itself:
+        written = next((t for t in _written(func, target, kwargs) if isinstance(t, cls)), None)
+        if written is not None and not to_itself:
             raise ParallelError(
-                f"{target.moefuse_name} was written to, and is put together from all ranks each time it is read, so that this would be "
+                f"{written.moefuse_name} was written to, and is put together from all ranks each time it is read, so that this would be "
                 "lost: write before moefuse.parallelize, to the rows that are here (model.parameters()), or load a state_dict"
             )
         if isinstance(target, cls) and target.moefuse_alone:
             _of_this_read(func, target.moefuse_name)
         with _torch_private.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
+        if isinstance(target, cls) and getattr(func, "__name__", "") == "numpy":
+            out.flags.writeable = False
         return _shared(out, target) if isinstance(target, cls) else out
+
+
+def _written(func: Any, first: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """What a call writes to: its first argument, if it is in place, or each tensor of that; and what it is to put its results into."""
+    for given in (first if _writes(func) else None, kwargs.get("out")):
+        yield from given if isinstance(given, tuple | list) else (given,)
 
 
 def _of_this_read(func: Any, weight: str) -> None:

@@ -118,6 +118,9 @@ def writes(rank: int) -> list[str]:
             lambda: single.down.data.mul_(2),  # type: ignore[union-attr,operator]
             lambda: single.down[1].view(-1).zero_(),  # type: ignore[operator,index]
             set_data, in_place, set_rows,
+            lambda: torch._foreach_mul_([torch.ones(2), single.down], 2),
+            lambda: torch.mul(torch.ones(E, layers.H, layers.I), 2, out=single.down),  # type: ignore[call-overload]
+            lambda: torch.max(torch.ones(E, layers.H, 2), -1, out=(single.down[..., 0], torch.ones(E, layers.H).long())),  # type: ignore[index]
             lambda: nn.init.normal_(linear.weight),
             lambda: linear.weight.copy_(torch.zeros_like(linear.weight)),
             linear.reset_parameters,
@@ -125,12 +128,13 @@ def writes(rank: int) -> list[str]:
         return [_tried(way) for way in ways]
 
 
-def reads(rank: int) -> tuple[bool, bool]:
-    """Whether what is computed from gathered weights is plain, and their gradients arrive."""
+def reads(rank: int) -> tuple[bool, bool, bool]:
+    """Whether what is computed from gathered weights is plain, their gradients arrive, and NumPy's view of one takes no writes."""
     single = layers.Stacked(E)
     wanted = single.down.detach().square().sum()
     moefuse.parallelize(single, faults.mesh(20))
     down: Any = single.down
+    locked = not down.detach().numpy().flags.writeable
     norm = down.square().sum()
     flat = torch.cat([down.flatten(1), torch.zeros(E, 1)], 1)
     target = torch.empty(E, layers.H, layers.I)
@@ -138,7 +142,7 @@ def reads(rank: int) -> tuple[bool, bool]:
     norm.backward()
     grad: Any = single._parameters["down"].grad  # type: ignore[union-attr]
     same = torch.allclose(norm.detach(), wanted) and torch.allclose(grad.full_tensor(), 2 * target)
-    return type(norm) is torch.Tensor and type(flat) is torch.Tensor, same
+    return type(norm) is torch.Tensor and type(flat) is torch.Tensor, same, locked
 
 
 def incomplete(rank: int) -> list[str]:

@@ -32,7 +32,7 @@ def test_writes_that_would_be_lost(two: Workers) -> None:
 
 
 def test_what_is_read_is_plain(two: Workers) -> None:
-    assert two.run(attacks.reads) == [(True, True)] * 2
+    assert two.run(attacks.reads) == [(True, True, True)] * 2
 
 
 def test_a_checkpoint_without_an_expert(two: Workers) -> None:
