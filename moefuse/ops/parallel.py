@@ -174,33 +174,37 @@ def _dispatch_fake(
     return [*(r.new_empty((arrivals, *r.shape[1:])) for r in rows), local, *how.handle(known, ids)]
 
 
-def _send(rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, scale: float, terms: str, layer: str) -> list[Tensor]:
+def _send(
+    rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, scale: float, terms: str, layer: str, *, place: Tensor | None = None
+) -> list[Tensor]:
     """[T, F] each to [arrivals, F], scaled."""
     known = Terms.parse(terms)
-    with peers(known, layer, "ep_send", rows):
+    with peers(known, layer, "ep_send", rows, place):
         return transports.transport(known).send(known, rows, handle, arrivals, scale)
 
 
-def _send_fake(rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, scale: float, terms: str, layer: str) -> list[Tensor]:
+def _send_fake(rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, *_: Any, place: Tensor | None = None) -> list[Tensor]:
     return [r.new_empty((arrivals, *r.shape[1:])) for r in rows]
 
 
-def _give_back(rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int, scale: float, terms: str, layer: str) -> list[Tensor]:
+def _give_back(
+    rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int, scale: float, terms: str, layer: str, *, place: Tensor | None = None
+) -> list[Tensor]:
     """[R, F] each to [tokens, F], scaled."""
     known = Terms.parse(terms)
-    with peers(known, layer, "ep_give_back", rows):
+    with peers(known, layer, "ep_give_back", rows, place):
         return transports.transport(known).give_back(known, rows, handle, tokens, scale)
 
 
-def _give_back_fake(rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int, scale: float, terms: str, layer: str) -> list[Tensor]:
+def _give_back_fake(rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int, *_: Any, place: Tensor | None = None) -> list[Tensor]:
     return [r.new_empty((tokens, *r.shape[1:])) for r in rows]
 
 
-def _combine(y: Tensor, handle: Sequence[Tensor], tokens: int, terms: str, layer: str) -> Tensor:
-    return _give_back([y], handle, tokens, 1.0, terms, layer)[0]
+def _combine(y: Tensor, handle: Sequence[Tensor], tokens: int, terms: str, layer: str, *, place: Tensor | None = None) -> Tensor:
+    return _give_back([y], handle, tokens, 1.0, terms, layer, place=place)[0]
 
 
-def _combine_fake(y: Tensor, handle: Sequence[Tensor], tokens: int, terms: str, layer: str) -> Tensor:
+def _combine_fake(y: Tensor, handle: Sequence[Tensor], tokens: int, *_: Any, place: Tensor | None = None) -> Tensor:
     return y.new_empty((tokens, *y.shape[1:]))
 
 
@@ -219,7 +223,7 @@ class _Dispatch(torch.autograd.Function):
         ctx.tokens, ctx.terms, ctx.layer = ids.shape[0], terms, layer
         ctx.differ = [row.is_floating_point() and row.dtype.itemsize > 1 for row in rows]  # codes have no gradients
         ctx.mark_non_differentiable(*(o for o, differs in zip(out[:count], ctx.differ, strict=True) if not differs), *out[count:])
-        ctx.save_for_backward(*out[count + 1 :])
+        ctx.save_for_backward(place, *out[count + 1 :])
         ctx.set_materialize_grads(True)
         return tuple(out)
 
@@ -228,9 +232,8 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         need = ctx.needs_input_grad[6:]
         sent = [g.contiguous() for g, differs in zip(grads, ctx.differ, strict=False) if differs]
-        found = iter(
-            ops.ep_give_back.default(sent, ctx.saved_tensors, ctx.tokens, 1 / Terms.parse(ctx.terms).scale(), ctx.terms, ctx.layer)
-        )
+        (place, *handle), scale = ctx.saved_tensors, 1 / Terms.parse(ctx.terms).scale()
+        found = iter(ops.ep_give_back.default(sent, handle, ctx.tokens, scale, ctx.terms, ctx.layer, place=place))
         came = [next(found) if differs else None for differs in ctx.differ]
         wanted = [grad if wants else None for grad, wants in zip(came, need, strict=False)]
         return None, None, None, None, None, None, *wanted, *(None for _ in need[len(came) :])
@@ -248,26 +251,27 @@ def dispatch(
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, tokens: int, terms: str, layer: str, *handle: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, tokens: int, terms: str, layer: str, place: Tensor | None, *handle: Tensor) -> Tensor:
         ctx.arrivals, ctx.terms, ctx.layer = y.shape[0], terms, layer
-        ctx.save_for_backward(*handle)
+        ctx.save_for_backward(place, *handle)
         with below_autograd():
-            return ops.ep_combine.default(y, handle, tokens, terms, layer)  # type: ignore[no-any-return]
+            return ops.ep_combine.default(y, handle, tokens, terms, layer, place=place)  # type: ignore[no-any-return]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        known = Terms.parse(ctx.terms)
-        (back,) = ops.ep_send.default([grad.contiguous()], ctx.saved_tensors, ctx.arrivals, known.scale(), ctx.terms, ctx.layer)
-        return back, None, None, None, *(None for _ in ctx.saved_tensors)
+        place, *handle = ctx.saved_tensors
+        scale = Terms.parse(ctx.terms).scale()
+        (back,) = ops.ep_send.default([grad.contiguous()], handle, ctx.arrivals, scale, ctx.terms, ctx.layer, place=place)
+        return back, None, None, None, None, *(None for _ in handle)
 
 
-def combine(y: Tensor, handle: Sequence[Tensor], tokens: int, terms: str, layer: str) -> Tensor:
+def combine(y: Tensor, handle: Sequence[Tensor], tokens: int, terms: str, layer: str, *, place: Tensor | None = None) -> Tensor:
     """Autograd entry of ``moefuse::ep_combine``: y [R, H] to [T, H]."""
     if wants_grad((y,)):
-        return _Combine.apply(y, tokens, terms, layer, *handle)  # type: ignore[no-any-return,no-untyped-call]
+        return _Combine.apply(y, tokens, terms, layer, place, *handle)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
-        return ops.ep_combine.default(y, handle, tokens, terms, layer)  # type: ignore[no-any-return]
+        return ops.ep_combine.default(y, handle, tokens, terms, layer, place=place)  # type: ignore[no-any-return]
 
 
 for _name in ("gathered", "gathered_backward", *TRAVELS, *(f"{name}_compiled" for name in TRAVELS)):

@@ -71,7 +71,7 @@ SCHEMAS: tuple[str, ...] = (
     "ep_local_ids(Tensor ids, Tensor? place, int slots, str terms) -> Tensor",
     "row_codes(Tensor x, str rounding) -> Tensor",
     "ep_dispatch(Tensor[] rows, Tensor ids, Tensor? place, int slots, str terms, str layer, Tensor[]? trained=None) -> Tensor[]",
-    "ep_combine(Tensor y, Tensor[] handle, SymInt tokens, str terms, str layer) -> Tensor",
+    "ep_combine(Tensor y, Tensor[] handle, SymInt tokens, str terms, str layer, *, Tensor? place=None) -> Tensor",
     f"bounded_experts({_EXPERTS_ARGS}, Tensor? room=None, str terms, str layer) -> Tensor",
     "room(Tensor ids) -> Tensor",
     "keep_rows(Tensor h, Tensor offsets, Tensor? room, str terms, str layer) -> Tensor",
@@ -79,10 +79,11 @@ SCHEMAS: tuple[str, ...] = (
     f"ep_experts({_EXPERTS_ARGS}, Tensor? place=None, int slots=0, str terms, str layer, int? limit=None, bool recompute=False) -> Tensor",
     f"ep_experts_infer({_PACKED}, Tensor? place, int slots, str terms, str layer, int? limit) -> Tensor",
     f"ep_experts_forward({_PACKED}, Tensor? place, int slots, str terms, str layer, *, bool result=True) -> Tensor[]",
-    f"ep_backward_rows({_PACKED_BACKWARD}, Tensor[] handle, SymInt arrivals, str terms, str layer) -> Tensor[]",
-    f"ep_backward_in({_PACKED_BACKWARD}, Tensor[] rows, Tensor[] handle, SymInt tokens, str terms, str layer) -> Tensor[]",
-    "ep_send(Tensor[] rows, Tensor[] handle, SymInt arrivals, float scale, str terms, str layer) -> Tensor[]",
-    "ep_give_back(Tensor[] rows, Tensor[] handle, SymInt tokens, float scale, str terms, str layer) -> Tensor[]",
+    f"ep_backward_rows({_PACKED_BACKWARD}, Tensor[] handle, SymInt arrivals, str terms, str layer, *, Tensor? place=None) -> Tensor[]",
+    f"ep_backward_in({_PACKED_BACKWARD}, Tensor[] rows, Tensor[] handle, SymInt tokens, str terms, str layer, *, Tensor? place=None) "
+    "-> Tensor[]",
+    "ep_send(Tensor[] rows, Tensor[] handle, SymInt arrivals, float scale, str terms, str layer, *, Tensor? place=None) -> Tensor[]",
+    "ep_give_back(Tensor[] rows, Tensor[] handle, SymInt tokens, float scale, str terms, str layer, *, Tensor? place=None) -> Tensor[]",
     "combine_backward(Tensor grad, Tensor ys, Tensor? weights, Tensor order, Tensor offsets, SymInt top_k, bool[] needs) -> Tensor[]",
 )
 

@@ -70,10 +70,10 @@ def _forward_fake(*given: Any, result: bool = True) -> list[Tensor]:
     return [out if result else out.new_empty((0, *out.shape[1:])), x, local, weights, *kept, *how.handle(known, call.ids)]
 
 
-def _backward_rows(*given: Any) -> list[Tensor]:
+def _backward_rows(*given: Any, place: Tensor | None = None) -> list[Tensor]:
     *packed, handle, arrivals, terms, layer = given
     known, call = Terms.parse(terms), RowsCall.unpack(*packed)
-    with peers(known, layer, "ep_backward_rows", [call.grad]):
+    with peers(known, layer, "ep_backward_rows", [call.grad], place):
         found = beside.backward_rows(known, call, handle)
         if found is not None:
             return found
@@ -81,16 +81,16 @@ def _backward_rows(*given: Any) -> list[Tensor]:
         return [grad, *providers.run("experts_backward_rows", call._replace(grad=grad))]
 
 
-def _backward_rows_fake(*given: Any) -> list[Tensor]:
+def _backward_rows_fake(*given: Any, place: Tensor | None = None) -> list[Tensor]:
     *packed, _, arrivals, _, _ = given
     grad = RowsCall.unpack(*packed).grad
     return [grad.new_empty((arrivals, *grad.shape[1:])), *experts.rows_fake(*packed)]
 
 
-def _backward_in(*given: Any) -> list[Tensor]:
+def _backward_in(*given: Any, place: Tensor | None = None) -> list[Tensor]:
     *packed, rows, handle, tokens, terms, layer = given
     known, call = Terms.parse(terms), InCall.unpack(*packed)
-    with peers(known, layer, "ep_backward_in", rows):
+    with peers(known, layer, "ep_backward_in", rows, place):
         found = beside.backward_in(known, call, rows, handle, tokens)
         if found is not None:
             return found
@@ -98,7 +98,7 @@ def _backward_in(*given: Any) -> list[Tensor]:
         return [*back, *(providers.run("experts_backward_in", call) if call.need.h else ())]
 
 
-def _backward_in_fake(*given: Any) -> list[Tensor]:
+def _backward_in_fake(*given: Any, place: Tensor | None = None) -> list[Tensor]:
     *packed, rows, _, tokens, _, _ = given
     return [*(r.new_empty((tokens, *r.shape[1:])) for r in rows), *experts.in_fake(*packed)]
 
@@ -113,13 +113,13 @@ class _Spread(torch.autograd.Function):
         with below_autograd():
             out, x, local, weights, h, *rest = ops.ep_experts_forward.default(tensors, counts, *body, out_dtype, *how)
         ctx.counts, ctx.body, ctx.recompute, ctx.tokens, (*_, ctx.terms, ctx.layer) = counts, body, recompute, tensors[0].shape[0], how
-        ctx.save_for_backward(x, weights, local if recompute else h, *rest[:2], *tensors[3:], *rest[2:])
+        ctx.save_for_backward(how[0], x, weights, local if recompute else h, *rest[:2], *tensors[3:], *rest[2:])
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weights, h, order, offsets, *others = ctx.saved_tensors
+        place, x, weights, h, order, offsets, *others = ctx.saved_tensors
         flat, handle = others[: sum(ctx.counts)], others[sum(ctx.counts) :]
         if ctx.recompute:
             h = ops.experts_hidden.default([x, h, weights, *flat], ctx.counts, *ctx.body, order, offsets)
@@ -127,7 +127,7 @@ class _Spread(torch.autograd.Function):
         body, flags = Body.decode(*ctx.body), [any(part) for part in cut(needs, ctx.counts)]
         need = Needs.of([True, True, *flags], body.on_input)
         call = GradCall(grad.contiguous(), x, weights, h, order, offsets, *stacks(cut(flat, ctx.counts)), need, body)
-        way = _Way(handle, x.shape[0], ctx.tokens, ctx.terms, ctx.layer)
+        way = _Way(handle, x.shape[0], ctx.tokens, ctx.terms, ctx.layer, place)
         computed = in_parts(call, way) if grad.device.type in autograd.IN_PARTS else way.whole(call)
         d_x, d_weights, *d_flat = autograd.grads_for([True, True, *flags], (1, 1, *ctx.counts), computed)
         return None, None, None, None, None, d_x, None, d_weights, *d_flat
@@ -136,23 +136,24 @@ class _Spread(torch.autograd.Function):
 class _Way(autograd.Here):
     """Between own tokens and the rows that arrived."""
 
-    def __init__(self, handle: Sequence[Tensor], arrivals: int, tokens: int, terms: str, layer: str) -> None:
-        self.handle, self.arrivals, self.tokens, self.how = handle, arrivals, tokens, (terms, layer)
+    def __init__(self, handle: Sequence[Tensor], arrivals: int, tokens: int, terms: str, layer: str, place: Tensor | None) -> None:
+        self.handle, self.arrivals, self.tokens, self.how, self.place = handle, arrivals, tokens, (terms, layer), place
 
     def rows(self, call: RowsCall) -> tuple[Tensor, Iterator[Tensor]]:
-        grad, *found = ops.ep_backward_rows.default(*call.pack(), self.handle, self.arrivals, *self.how)
+        grad, *found = ops.ep_backward_rows.default(*call.pack(), self.handle, self.arrivals, *self.how, place=self.place)
         return grad, iter(found)
 
     def lists(self, call: InCall, rows: list[Tensor]) -> tuple[list[Tensor], Iterator[Tensor]]:
-        found = ops.ep_backward_in.default(*call.pack(), rows, self.handle, self.tokens, *self.how)
+        found = ops.ep_backward_in.default(*call.pack(), rows, self.handle, self.tokens, *self.how, place=self.place)
         return found[: len(rows)], iter(found[len(rows) :])
 
     def whole(self, call: GradCall) -> list[Tensor]:
         """Where backward of experts is one op."""
         scale = Terms.parse(self.how[0]).scale()
-        (grad,) = ops.ep_send.default([call.grad], self.handle, self.arrivals, scale, *self.how)
+        (grad,) = ops.ep_send.default([call.grad], self.handle, self.arrivals, scale, *self.how, place=self.place)
         d_x, d_weights, *lists = ops.experts_backward.default(*call._replace(grad=grad).pack())
-        return [*ops.ep_give_back.default([d_x, d_weights], self.handle, self.tokens, 1 / scale, *self.how), *lists]
+        back = ops.ep_give_back.default([d_x, d_weights], self.handle, self.tokens, 1 / scale, *self.how, place=self.place)
+        return [*back, *lists]
 
 
 def without_results(backward: torch.fx.GraphModule) -> None:

@@ -187,7 +187,7 @@ class Spread(Lowering):
         self.limit = limit if self.as_one and not grad and where.travels_by(*_ROUNDS) else None
         self.layer = module_path(region.anchor) or "the experts"
         self.arrived: dict[Hashable, Node] = {}
-        self.way_back: list[tuple[list[Node], Node, str]] = []
+        self.way_back: list[tuple[list[Node], Node, Hop]] = []
         self.hidden = where.hidden
         self.rounding: Rounding | None = None
         self.inner: Spread = self  # who builds the experts
@@ -208,8 +208,8 @@ class Spread(Lowering):
     def either(self) -> Lowered:
         lowered = super().either()
         result = lowered.result
-        for handle, tokens, terms in reversed(self.way_back):
-            result = self.emit(torch.ops.moefuse.ep_combine.default, result, handle, tokens, terms, self.layer)
+        for handle, tokens, hop in reversed(self.way_back):
+            result = self.emit(torch.ops.moefuse.ep_combine.default, result, handle, tokens, hop.terms, self.layer, place=hop.place)
         return replace(lowered, result=result)
 
     def fused(self, body: Body) -> Lowered:
@@ -299,7 +299,7 @@ class Spread(Lowering):
         for hop in self.where.hops:
             out = self.emit(torch.ops.moefuse.ep_dispatch.default, sent, ids, hop.place, hop.slots, hop.terms, self.layer, trained)
             parts = [self.emit(operator.getitem, out, i) for i in range(len(fake(out)))]
-            self.way_back.append((parts[len(sent) + 1 :], self.emit(torch.ops.aten.sym_size.int, ids, 0), hop.terms))
+            self.way_back.append((parts[len(sent) + 1 :], self.emit(torch.ops.aten.sym_size.int, ids, 0), hop))
             sent, ids = parts[: len(sent)], parts[len(sent)]
         got = dict(zip(first, sent, strict=True))
         self.arrived = {key: got[node] for key, node in rows.items()} | {"ids": ids}

@@ -94,6 +94,16 @@ def other_gradients(rank: int) -> str:
     return _tried(sums[rank].backward)
 
 
+def other_backward(rank: int) -> str:
+    """Layers of one shape that are compiled one by one, so that graphs have no names for them; each rank's loss is of another."""
+    torch._dynamo.reset()
+    model = layers.Model(layers.Stacked, E)
+    moefuse.parallelize(model, faults.mesh(20), debug=True)
+    x = torch.randn(5, layers.H)
+    outs = [torch.compile(layer, backend="moefuse")(x) for layer in (model.first, model.second)]
+    return _tried(outs[rank].square().sum().backward)
+
+
 def writes(rank: int) -> list[str]:
     """Ways to write to what is put together from all ranks; all of them have to be said to be lost."""
     single, listed = layers.Stacked(E), layers.Listed(E)

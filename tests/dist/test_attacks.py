@@ -12,6 +12,7 @@ APART = {
     "models": (attacks.other_models, "(model 2)", "ep_experts"),
     "weights": (attacks.other_weights, "gathered first", "gathered third"),
     "gradients": (attacks.other_gradients, "gathered_backward first", "gathered_backward third"),
+    "backward, debug=True": (attacks.other_backward, "ep_send of first", "ep_send of second"),
 }
 
 
