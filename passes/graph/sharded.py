@@ -22,6 +22,8 @@ from moefuse.runtime.groups import Terms
 
 GATHERED = torch.ops.moefuse.gathered.default
 SLICES = torch.ops.moefuse.gathered_slices.default
+_ALSO = "moefuse_also"
+"""In a call's meta: storages of what equal calls returned, whose place it has taken."""
 
 
 def is_gathered(node: object) -> bool:
@@ -69,6 +71,9 @@ def merge(graph: Graph) -> None:
             continue
         known = first.setdefault((_same(local), *call.args[1:]), call)
         if known is not call:
+            value = tensor(call)
+            if value is not None:  # its views stay, and share memory with the first call from now on
+                known.meta[_ALSO] = (*known.meta.get(_ALSO, ()), _torch_private.storage_key(value))
             call.replace_all_uses_with(known)
             graph.erase_node(call)
             if not local.users and local.op in ("call_function", "call_method"):
@@ -90,13 +95,28 @@ def _unwraps(node: Node) -> bool:
 
 def sweep(graph: Graph) -> list[Node]:
     """Take out the calls that nothing reads: no compiler does, since each is a collective. Returns those that are left."""
-    left = []
+    left, memory = [], None
     for call in reversed([n for n in graph.nodes if is_gathered(n)]):
+        if call.users:
+            memory = memory or Memory(graph)
+            if not any(memory.writes.get(name) for name in memory.storages(call)):
+                _without_views(graph, call)
         if not call.users:
             graph.erase_node(call)
         elif not all(is_gathered(user) for user in call.users):
             left.append(call)
     return left[::-1]
+
+
+def _without_views(graph: Graph, node: Node) -> None:
+    """Take out views that nothing reads."""
+    for user in list(node.users):
+        value = tensor(user)
+        if value is None or not _shares(value, node):
+            continue
+        _without_views(graph, user)
+        if not user.users:
+            graph.erase_node(user)
 
 
 @dataclass(frozen=True)
@@ -194,4 +214,6 @@ def viewed(node: Node, wanted: Callable[[Node], bool]) -> Node | None:
 
 def _shares(value: torch.Tensor, other: Node) -> bool:
     source = tensor(other)
-    return source is not None and _torch_private.same_storage(source, value)
+    if source is None:
+        return False
+    return _torch_private.same_storage(source, value) or _torch_private.storage_key(value) in other.meta.get(_ALSO, ())

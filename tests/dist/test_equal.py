@@ -180,6 +180,14 @@ def test_weights_that_are_computed_of_sharded_ones(two: Workers) -> None:
         assert all(re.search(r"it computes weights from all of (gate_up|scale) in each call: only views", text) for text in said), said
 
 
+def test_weights_that_are_read_twice(two: Workers) -> None:
+    """Views of a read whose place another one has taken are views of that, and what nobody reads of them gathers nothing."""
+    for found in two.run(equal.run, Case(layers.Twice, (5, 7), train=False)):
+        assert found.worst <= 2e-6, found
+        assert (len(found.report.fused), found.report.skipped, found.report.notes) == (2, [], []), found.report
+        assert "gathered" not in str(found.ops)
+
+
 def test_what_is_refused_gathers(two: Workers) -> None:
     """Rows are mixed: nothing is fused, nothing is wrong, and both is said."""
     for found in two.run(equal.run, Case(layers.Mixed, (5, 7), experts=2)):
