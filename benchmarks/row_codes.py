@@ -26,7 +26,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import balanced  # noqa: E402
 from _ranks import PER_GRAPH, head, in_turns, leave, say, start, summary  # noqa: E402
-from _timing import by_line  # noqa: E402
+from _timing import by_line, captured  # noqa: E402
 
 import moefuse  # noqa: E402
 from moefuse.ops.meaning.encoding import Encoding, Rounding  # noqa: E402
@@ -48,17 +48,6 @@ def held(count: int, out: int, inp: int, device: torch.device, block: int) -> tu
     """Storage [count, out, inp], float8, and scales of its blocks."""
     storage = torch.randn(count, out, inp, device=device).to(torch.float8_e4m3fn)
     return storage, torch.rand(count, out // block, inp // block, device=device) * inp**-0.5
-
-
-def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
-    """A CUDA graph of some calls."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(PER_GRAPH):
-            call()
-    return graph.replay
 
 
 @torch.no_grad()
@@ -95,7 +84,7 @@ def measured(mesh: DeviceMesh, device: torch.device, tokens: int, transport: str
         name = "rounded before" if rounded else "as they are"
         calls[f"{name}, launched"] = compiled[rounded], 1
         if device.type == "cuda":
-            calls[f"{name}, graph"] = graphed(compiled[rounded]), PER_GRAPH
+            calls[f"{name}, graph"] = captured(compiled[rounded], PER_GRAPH), PER_GRAPH
     times = in_turns(calls, rounds=rounds)
     bits = "equal" if same else "differ"
     return [{"T": tokens, "transport": transport, "tokens": name, "bits": bits, **summary(found)} for name, found in times.items()]
@@ -112,9 +101,8 @@ def main() -> None:
             say(*(f"{r['transport']} {r['T']} {r['tokens']}: {r['median']:.1f} us, bits {r['bits']}\n" for r in some))
             results += some
     if args.out and dist.get_rank() == 0:
-        args.out.write_text(
-            by_line(head("us of a layer's call, the slowest rank's", "torchrun benchmarks/row_codes.py", args.commit), "results", results)
-        )
+        info = head("us of a layer's call, the slowest rank's", "torchrun benchmarks/row_codes.py", args.commit)
+        args.out.write_text(by_line(info, "results", results))
     leave()
 
 

@@ -114,10 +114,9 @@ def round_rows(x: Tensor, it: Sorted | None, encoding: Encoding, *, tokens: bool
     if rounding.came:
         once = came(x, rounding)
         return once if it is None else gathered(once, it)
-    groups = k // rounding.group if rounding.group else 1
     rows = x.shape[0] if it is None else it.slots
     codes = torch.empty((rows, k), dtype=torch.uint8, device=x.device)
-    scales = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
+    scales = torch.empty((rows, rounding.groups(k)), dtype=torch.float32, device=x.device)
     _round(x, it, encoding, codes, scales, tokens)
     return Rounded(codes, scales, rounding)
 
@@ -133,8 +132,7 @@ def packed_rows(x: Tensor, rounding: Rounding) -> Tensor:
 def came(x: Tensor, rounding: Rounding) -> Rounded:
     """Views of rows [T, bytes] that have been rounded; each begins at whole 16 bytes."""
     k = rounding.inputs(x.shape[1])
-    groups = k // rounding.group if rounding.group else 1
-    return Rounded(x[:, :k], x[:, k : k + 4 * groups].view(torch.float32), rounding)
+    return Rounded(x[:, :k], x[:, k : k + 4 * rounding.groups(k)].view(torch.float32), rounding)
 
 
 def gathered(once: Rounded, it: Sorted) -> Rounded:

@@ -69,9 +69,13 @@ class Rounding:
             raise ValueError(f"no rounding of activations: {text!r}")
         return Rounding(element, int(group), kind == POWER, float(least), *came)
 
+    def groups(self, inputs: int) -> int:
+        """Scales of a row of so many inputs."""
+        return inputs // self.group if self.group else 1
+
     def width(self, inputs: int) -> int:
         """Bytes of a row of so many inputs as :func:`packed` makes it."""
-        return -(-(inputs + 4 * (inputs // self.group if self.group else 1)) // ALIGN) * ALIGN
+        return -(-(inputs + 4 * self.groups(inputs)) // ALIGN) * ALIGN
 
     def inputs(self, width: int) -> int:
         """Inputs of a row of so many bytes; the inverse of :meth:`width` where :meth:`packs` holds."""
@@ -113,7 +117,7 @@ def packed(activation: Rounding, x: Tensor) -> Tensor:
 def unpacked(activation: Rounding, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [.., K] and scales [.., K / group]: of what :func:`packed` made, as views where rows are contiguous."""
     inputs = activation.inputs(rows.shape[-1])
-    groups = inputs // activation.group if activation.group else 1
+    groups = activation.groups(inputs)
     if rows.stride(-1) != 1 or rows.storage_offset() % 4 or any(step % 4 for step in rows.stride()[:-1]):
         rows = rows.clone(memory_format=torch.contiguous_format)
     return rows[..., :inputs].view(CODES[activation.element][0]), rows[..., inputs:][..., : 4 * groups].view(torch.float32)
