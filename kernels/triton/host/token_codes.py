@@ -19,7 +19,7 @@ from moefuse.kernels.triton.launch.descriptors import Described
 from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.ops.meaning.coded_weights import Codes
 from moefuse.ops.meaning.encoding import Encoding
-from moefuse.ops.meaning.token_codes import ALIGN, CODES, Rounding
+from moefuse.ops.meaning.token_codes import ALIGN, CODES, Rounding, parts
 from moefuse.tuning.problem import Tiles, power_of_two
 
 AT_ONCE, LARGE = 4, 1 << 24
@@ -112,7 +112,7 @@ def round_rows(x: Tensor, it: Sorted | None, encoding: Encoding, *, tokens: bool
     rounding, k = encoding.activation, x.shape[1]
     assert rounding is not None
     if rounding.came:
-        once = came(x, rounding)
+        once = Rounded(*parts(rounding, x), rounding)
         return once if it is None else gathered(once, it)
     rows = x.shape[0] if it is None else it.slots
     codes = torch.empty((rows, k), dtype=torch.uint8, device=x.device)
@@ -124,15 +124,9 @@ def round_rows(x: Tensor, it: Sorted | None, encoding: Encoding, *, tokens: bool
 def packed_rows(x: Tensor, rounding: Rounding) -> Tensor:
     """``token_codes.packed`` of rows x [T, K]."""
     out = torch.empty((x.shape[0], rounding.width(x.shape[1])), dtype=torch.uint8, device=x.device)
-    codes, scales, _ = came(out, rounding)
+    codes, scales = parts(rounding, out)
     _round(x, None, Encoding(rounding.element, (0, 0), activation=rounding), codes, scales, False)
     return out
-
-
-def came(x: Tensor, rounding: Rounding) -> Rounded:
-    """Views of rows [T, bytes] that have been rounded; each begins at whole 16 bytes."""
-    k = rounding.inputs(x.shape[1])
-    return Rounded(x[:, :k], x[:, k : k + 4 * rounding.groups(k)].view(torch.float32), rounding)
 
 
 def gathered(once: Rounded, it: Sorted) -> Rounded:

@@ -109,18 +109,23 @@ def packed(activation: Rounding, x: Tensor) -> Tensor:
     """Bytes [.., :meth:`Rounding.width`] of rows x [.., K]: codes, then scales as float32 in the machine's order, then zeros."""
     codes, scales = quantise(activation, x)
     out = x.new_zeros((*x.shape[:-1], activation.width(x.shape[-1])), dtype=torch.uint8)
-    out[..., : x.shape[-1]] = codes.view(torch.uint8)
-    out[..., x.shape[-1] :][..., : 4 * scales.shape[-1]].view(torch.float32).copy_(scales)
+    for to, what in zip(parts(activation, out), (codes.view(torch.uint8), scales), strict=True):
+        to.copy_(what)
     return out
+
+
+def parts(activation: Rounding, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of what :func:`packed` made: codes [.., K], bytes, and scales [.., K / group], float32; each row begins at whole 4 bytes."""
+    inputs = activation.inputs(rows.shape[-1])
+    return rows[..., :inputs], rows[..., inputs : inputs + 4 * activation.groups(inputs)].view(torch.float32)
 
 
 def unpacked(activation: Rounding, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [.., K] and scales [.., K / group]: of what :func:`packed` made, as views where rows are contiguous."""
-    inputs = activation.inputs(rows.shape[-1])
-    groups = activation.groups(inputs)
     if rows.stride(-1) != 1 or rows.storage_offset() % 4 or any(step % 4 for step in rows.stride()[:-1]):
         rows = rows.clone(memory_format=torch.contiguous_format)
-    return rows[..., :inputs].view(CODES[activation.element][0]), rows[..., inputs:][..., : 4 * groups].view(torch.float32)
+    codes, scales = parts(activation, rows)
+    return codes.view(CODES[activation.element][0]), scales
 
 
 def _ratios(activation: Rounding, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,4 +177,4 @@ def unsure(activation: Rounding, x: Tensor, by: float) -> Tensor:
     return found.flatten(-2)
 
 
-__all__ = ["CODES", "LEAST", "Rounding", "as_rounded", "next_power", "packed", "quantise", "unpacked", "unsure"]
+__all__ = ["CODES", "LEAST", "Rounding", "as_rounded", "next_power", "packed", "parts", "quantise", "unpacked", "unsure"]
