@@ -55,7 +55,7 @@ def _lower_in_order(*ops: Any) -> None:
             (kernel,) = (o for o in graph.operations[known:] if isinstance(o, ir.FallbackKernel))
             before = getattr(graph, "_moefuse_last", None)
             if before is not None:
-                graph.additional_star_deps[kernel.operation_name].add(before)
+                graph.additional_buffer_deps[kernel.operation_name].add(before)
             graph._moefuse_last = kernel.get_name()
             return out
 

@@ -68,7 +68,8 @@ of_all = importlib.metadata.entry_points
 
 
 def of_others(**given):
-    return importlib.metadata.EntryPoints(entry for entry in of_all(**given) if entry.name != "moefuse")
+    # Without a group: Triton's own backends, which Python 3.11 has in another type.
+    return importlib.metadata.EntryPoints(entry for entry in of_all(**given) if entry.name != "moefuse") if given else of_all()
 
 
 importlib.metadata.entry_points = of_others

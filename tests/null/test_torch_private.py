@@ -274,7 +274,7 @@ def test_what_communicates_is_lowered_in_order() -> None:
     from torch._inductor.graph import GraphLowering
 
     source = inspect.getsource(GraphLowering.__init__)
-    assert "self.additional_star_deps" in source
+    assert "self.additional_buffer_deps" in source
     assert "self.operations" in source
     outer, inner = torch.fx.Graph(), torch.fx.Graph()
     outer.output(outer.placeholder("x"))
