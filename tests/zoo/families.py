@@ -128,8 +128,14 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_moe": Family("HunYuanMoEV1ForCausalLM"),
     "hy_v3": Family("HYV3ForCausalLM"),
     "hy_v4": Family("HYV4ForCausalLM"),
+    "hy_v4_vl": Family("HYV4VLTextModel", **_rope(mrope_section=[1, 1, 2])),
     "inkling": Family("InklingForCausalLM"),
     "inkling2": Family("Inkling2ForCausalLM"),
+    "inkling2_loop": Family(
+        "Inkling2LoopForCausalLM",
+        {"loop_layer_index_start": 1, "loop_layer_index_end": 2, "n_layers_per_attn_res_block": 1, "loop_num_passes": 2},
+        layers=LAYERS + 1,
+    ),
     "jamba": Family(
         "JambaForCausalLM",
         {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 8},
@@ -139,6 +145,7 @@ FAMILIES: dict[str, Family] = {
     "kimi_linear": Family("KimiLinearForCausalLM"),
     "kolibri1": Family("Kolibri1ForCausalLM"),
     "laguna": Family("LagunaForCausalLM"),
+    "lara_mini": Family("LaraMiniForCausalLM"),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention"]}),
     "llama4": Family("Llama4ForCausalLM", {"moe_layers": [0, 1], "layer_types": ["full_attention"] * 2}, registry=False),
     "longcat_flash": Family("LongcatFlashForCausalLM", {"zero_expert_num": 4, "head_dim": 8}, registry=False),
