@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefuse
-from moefuse import _torch_private
 from moefuse.parallel.shard import holders_of
-from tests.cheap import without_code
 from tests.dist import faults, layers, scenes
 from tests.dist.scenes import compiled
 
@@ -95,7 +93,7 @@ def by_measured_load(rank: int, kind: type[nn.Module]) -> dict[str, Any]:
     run = torch.compile(model, backend="moefuse", options={"verify": "off"})
     with torch.no_grad():
         x = torch.randn(400, layers.H, generator=torch.Generator().manual_seed(rank))
-        with moefuse.load_of(run) as load, mock.patch.object(_torch_private, "compile_fx", without_code):
+        with moefuse.load_of(run) as load, scenes.as_traced():
             run(x)
         counted = {name: counts.tolist() for name, counts in load.items()}
         # A layer this small is read faster than any rows: as if each expert were chosen by many more.
@@ -188,8 +186,10 @@ def wrapped(rank: int, kind: type[nn.Module]) -> list[int]:
 
 def alone(rank: int) -> str:
     """Rank 0 balances, and rank 1 runs the model."""
-    with mock.patch.object(scenes, "mesh", faults.mesh):
+    mesh = faults.mesh()
+    with mock.patch.object(scenes, "mesh", return_value=mesh):
         model, _, plan = _model(layers.Stacked)
+    faults.impatient(mesh)
     try:
         if rank == 0:
             plan.balance(load_of(plan, 0))

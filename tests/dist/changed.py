@@ -78,7 +78,7 @@ def run(rank: int, kind: type[nn.Module], change: str, backend: str) -> tuple[fl
 def _run(rank: int, kind: type[nn.Module], change: str, backend: str) -> tuple[float, float]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    single = layers.Model(kind, 4)
+    single = layers.Model(kind, 2)
     model: nn.Module = copy.deepcopy(single)
     moefuse.parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))["ep"])
     whole = everywhere(model)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import moefuse
+from moefuse.runtime import groups
 from moefuse.runtime.transports import all_to_all, allgather
 from tests.cpu.capture_case import Seen, capturing
 from tests.dist import layers
@@ -27,6 +28,8 @@ from tests.dist.layers import H, K
 E = 6
 TIMEOUT = 10
 """Seconds of the group of one case: more than a loaded machine takes to start."""
+LATE = 2
+"""Seconds that a rank is waited for which will not come."""
 ops = torch.ops.moefuse
 
 
@@ -35,6 +38,7 @@ class Layer:
     """The experts of a model of two layers, each of which gives the sum of a token's slots back: K times the token."""
 
     model: nn.Module
+    mesh: DeviceMesh
     terms: str
     slots: int
 
@@ -62,8 +66,17 @@ def mesh(timeout: float = TIMEOUT) -> DeviceMesh:
 def layer(seed: int = 0, **how: Any) -> Layer:
     torch.manual_seed(seed)
     model = layers.Model(layers.Stacked, E)
-    plan = moefuse.parallelize(model, mesh(), **how)
-    return Layer(model, plan.layers[0].terms[0].text, plan.layers[0].placement.slots)
+    around = mesh()
+    plan = moefuse.parallelize(model, around, **how)
+    return Layer(model, around, plan.layers[0].terms[0].text, plan.layers[0].placement.slots)
+
+
+def impatient(mesh: DeviceMesh) -> None:
+    """From here on, when all ranks have started, those of a mesh over which experts are spread wait for each other for :data:`LATE`."""
+    known = groups.earlier(mesh.get_group())
+    assert known is not None
+    for group in (known.process_group, known.host):
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=LATE), group)
 
 
 def tried(call: Callable[[], object]) -> tuple[str, float]:
@@ -90,6 +103,8 @@ def fault(rank: int, name: str, **how: Any) -> Fault:
     """One fault of rank 1, and what comes of it on this rank."""
     at = layer(**how)
     assert right(at, rank)
+    if name in SILENT:
+        impatient(at.mesh)
     text, seconds = tried(lambda: FAULTS[name](at, rank))
     later: bool | str = "nothing"
     again, _ = tried(lambda: later_call(at, rank))
@@ -146,7 +161,7 @@ def _in_the_middle(at: Layer, rank: int) -> None:
 
 def _idle(at: Layer, rank: int) -> None:
     if rank:
-        time.sleep(TIMEOUT + 2)
+        time.sleep(LATE + 1)
     else:
         at(torch.randn(3, H))
 
@@ -187,6 +202,8 @@ FAULTS = {
     "backward": _backward,
     "too many": _too_many,
 }
+SILENT = ("idle", "between", "backward", "too many")
+"""Those behind which rank 1 does not come, without a word; where tokens are counted, "too many" is said."""
 
 
 @contextlib.contextmanager
@@ -197,14 +214,14 @@ def _raising(module: Any, name: str, rank: int) -> Iterator[None]:
 
 
 def slow(rank: int) -> bool:
-    """Rank 1 takes two seconds before a layer, inside of it, and in backward: less than the timeout each, and nothing happens."""
+    """Rank 1 takes a second before a layer, inside of it, and in backward: less than the timeout each, and nothing happens."""
     at = layer()
     x = torch.randn(3 + rank, H, requires_grad=True)
-    time.sleep(2 * rank)
+    time.sleep(rank)
     arrived = at.dispatch(x)
-    time.sleep(2 * rank)
+    time.sleep(rank)
     if rank:
-        arrived[0].register_hook(lambda grad: time.sleep(2))
+        arrived[0].register_hook(lambda grad: time.sleep(1))
     out = at.combine(arrived, len(x))
     out.sum().backward()
     assert x.grad is not None
@@ -228,7 +245,7 @@ def killed(rank: int, where: str) -> str:
     return text
 
 
-def programs(rank: int, how: str) -> list[float | str]:
+def programs(rank: int, how: str, behind: str) -> list[float | str]:
     """Ranks whose programs differ: errors of outputs, or what was raised."""
     single = layers.Model(layers.Stacked, 3)
     torch.manual_seed(0)
@@ -239,11 +256,11 @@ def programs(rank: int, how: str) -> list[float | str]:
     if how == "a break beside" and rank:
         _break_beside(model.second)
     dynamic = None if how != "shapes" else bool(rank)
-    run: Any = torch.compile(model, backend=capturing(Seen(), behind="aot_eager"), dynamic=dynamic)
+    run: Any = torch.compile(model, backend=capturing(Seen(), behind=behind), dynamic=dynamic)
     found: list[float | str] = []
     for step, counts in enumerate(((4, 9), (7, 2), (7, 3))):
         if how == "shapes" and rank == step == 0:
-            time.sleep(3)  # it compiles later than the other one
+            time.sleep(1)  # it compiles later than the other one
         x = torch.randn(counts[rank], H, generator=torch.Generator().manual_seed(step * 2 + rank))
         with torch.no_grad():
             text, _ = tried(lambda x=x: found.append((run(x) - single(x)).abs().max().item()))  # type: ignore[misc]
@@ -271,13 +288,13 @@ OWN = {
 """What both ranks set after a call, and what each of them sets then, or before the first one."""
 
 
-def numbers(rank: int, what: str, transport: Any, grad: bool) -> tuple[list[float], str]:
+def numbers(rank: int, what: str, transport: Any, grad: bool, behind: str) -> tuple[list[float], str]:
     """Experts whose numbers change on both ranks, alike and then not: errors of outputs, and what was raised."""
     torch.manual_seed(0)
     model = layers.Model(_Numbered, 3)
     single = copy.deepcopy(model)
     moefuse.parallelize(model, mesh(30), transport=transport)
-    run: Any = torch.compile(model, backend=capturing(Seen(), behind="aot_eager"))
+    run: Any = torch.compile(model, backend=capturing(Seen(), behind=behind))
     name, both, own = OWN[what]
     found: list[float] = []
     for step, value in enumerate((own[rank],) if both is None else (None, both, own[rank])):

@@ -17,7 +17,7 @@ import moefuse
 from tests.dist import layers, scenes
 from tests.dist.copied import load_of
 
-E = 6
+E = 4
 KINDS = (layers.Stacked, layers.Listed, layers.Transposed, layers.ByProjection, layers.Buffers)
 HOWS: tuple[dict[str, Any], ...] = (
     {},

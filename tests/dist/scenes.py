@@ -237,12 +237,14 @@ def different_programs(rank: int) -> list[float]:
 
 def raising(rank: int) -> str:
     """Rank 1 raises in front of the second layer; the other one is told where."""
-    with mock.patch(f"{__name__}.mesh", faults.mesh):
+    around = faults.mesh()
+    with mock.patch(f"{__name__}.mesh", return_value=around):
         model, _ = both(layers.Stacked, 2)
 
     def broken(x: torch.Tensor) -> torch.Tensor:
         x = model.first(x)  # type: ignore[operator]
         torch._dynamo.graph_break()
+        torch.compiler.disable(faults.impatient)(around)
         if rank == 1:
             raise ValueError("rank 1 has a bad batch")
         return model.second(x)  # type: ignore[operator,no-any-return]

@@ -143,6 +143,7 @@ def test_unparallelize(mesh: DeviceMesh, kind: type[nn.Module]) -> None:
     assert swept(model, lambda: moefuse.unparallelize(model), lambda: moefuse.parallelize(model, mesh), spread) > 10
 
 
+@pytest.mark.usefixtures("as_traced")
 def test_models_of_transformers(mesh: DeviceMesh, tmp_path: Any) -> None:
     """On a fake group as well they are spread, explained and put together; what needs the others' weights says so."""
     transformers = pytest.importorskip("transformers")

@@ -27,7 +27,7 @@ def test_as_on_one_process(two: Workers, kind: type[nn.Module], how: dict[str, A
 @pytest.mark.parametrize("how", [{"transport": "all_to_all"}, {"max_tokens": 16}], ids=str)
 def test_four(four: Workers, hosts: str, how: dict[str, Any]) -> None:
     """An expert is the own one of one rank, and a copy on three; over hosts, too."""
-    _check(four.run(copied.as_on_one_process, layers.Stacked, how, 8, hosts))
+    _check(four.run(copied.as_on_one_process, layers.Transposed, how, 8, hosts))
 
 
 def _check(found: list[dict[str, Any]]) -> None:

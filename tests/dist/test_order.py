@@ -145,7 +145,7 @@ def test_results_of_what_is_computed_again(called: list[str], monkeypatch: pytes
     """Rows go back only of the layer whose output is read: that of the second one is in nobody's gradient."""
     asked: list[bool] = []
     monkeypatch.setattr(beside, "forward", lambda *given: asked.append(given[-1]))
-    forward, backward = order(called, 4, moefuse.backend.backend, True, lambda: Checkpointed(layers.Listed, False))
+    forward, backward = order(called, 4, moefuse.backend.backend, True, lambda: Checkpointed(layers.Transposed, False))
     assert (forward, backward) == (["a", "b"], ["a", "b", "b", "b", "a", "a"])
     assert asked[-4:] == [True, True, True, False]
 

@@ -107,6 +107,8 @@ def apart(rank: int, name: str, how: dict[str, Any]) -> tuple[str, bool]:
 def no_backward(rank: int, how: dict[str, Any]) -> tuple[str, float, str]:
     """Rank 1 goes on to the next step without its backward pass: both are told, at the latest after the group's timeout."""
     at = faults.layer(**how)
+    assert faults.right(at, rank)
+    faults.impatient(at.mesh)
     x = torch.randn(3, layers.H, requires_grad=True)
 
     def step() -> None:
