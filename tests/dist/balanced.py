@@ -28,10 +28,10 @@ def _skewed(model: nn.Module) -> None:
                 p.mul_(torch.linspace(3, 0.1, E)[:, None])
 
 
-def _model(kind: type[nn.Module], **how: Any) -> tuple[nn.Module, nn.Module, Any]:
+def _model(kind: type[nn.Module], around: type[nn.Module] = layers.Model, **how: Any) -> tuple[nn.Module, nn.Module, Any]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    single = layers.Model(kind, E)
+    single = around(kind, E)
     _skewed(single)
     model = copy.deepcopy(single)
     plan = moefuse.parallelize(model, scenes.mesh(), **how)
@@ -51,7 +51,7 @@ def load_of(plan: Any, hot: int) -> dict[str, list[int]]:
 
 def moved(rank: int, kind: type[nn.Module], how: dict[str, Any]) -> dict[str, Any]:
     """What is other than on one process behind each of several balances; how often a graph was compiled for them."""
-    model, single, plan = _model(kind, **how)
+    model, single, plan = _model(kind, layers.One, **how)
     twin, shallow = copy.deepcopy(model), copy.copy(model)
     shallow.first = copy.copy(model.first)  # of the same Parameters, which move once
     run, same = compiled(model), how.get("tokens") == "replicated"

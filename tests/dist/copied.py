@@ -43,7 +43,7 @@ def as_on_one_process(rank: int, kind: type[nn.Module], how: dict[str, Any], exp
         posing.on(rank, hosts)
     torch._dynamo.reset()
     torch.manual_seed(0)
-    single = layers.Model(kind, experts).eval()
+    single = layers.One(kind, experts).eval()
     model = copy.deepcopy(single)
     plan = moefuse.parallelize(model, scenes.mesh(), **how)
     counters = torch._dynamo.utils.counters["stats"]

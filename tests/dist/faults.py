@@ -253,8 +253,6 @@ def programs(rank: int, how: str, behind: str) -> list[float | str]:
     if how == "a break inside" and rank:
         model.second.__class__ = _Broken
     moefuse.parallelize(model, mesh(30))
-    if how == "a break beside" and rank:
-        _break_beside(model.second)
     dynamic = None if how != "shapes" else bool(rank)
     run: Any = torch.compile(model, backend=capturing(Seen(), behind=behind), dynamic=dynamic)
     found: list[float | str] = []
@@ -321,7 +319,7 @@ class _Broken(layers.Stacked):
         return out
 
 
-def _break_beside(module: Any) -> None:
+def break_beside(module: Any) -> None:
     """The graph breaks between the router and the experts."""
     route = module.route
 

@@ -66,9 +66,9 @@ def training(rank: int, kind: type[nn.Module], experts: int = E) -> tuple[float,
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (model, single)]
     generator = torch.Generator().manual_seed(3)
     norms, outs = 0.0, 0.0
-    for step in range(STEPS):
-        for micro in range(2):
-            every = [torch.randn(3 + step + micro + r, layers.H, generator=generator) for r in range(dist.get_world_size())]
+    for _ in range(STEPS):
+        for _ in range(2):
+            every = [torch.randn(3 + r, layers.H, generator=generator) for r in range(dist.get_world_size())]
             out = run(every[rank])
             out.square().mean().backward()
             wanted = [single(x) for x in every]
@@ -152,7 +152,7 @@ def shared_beside(rank: int, how: dict[str, Any], tokens: tuple[int, int], code:
 
     ``code``: Inductor's runs.
     """
-    model, single = both(layers.Shared, **how)
+    model, single = both(layers.Shared, 2, **how)
     run = torch.compile(model, backend="moefuse", dynamic=False, options={"overlap": 1 << 20})
     x, started = torch.randn(tokens[rank], layers.H), mock.Mock(side_effect=shared._run)
     with torch.no_grad(), mock.patch.object(shared_experts, "DEVICES", {"cpu"}), contextlib.nullcontext() if code else codeless():
@@ -213,8 +213,11 @@ def weights_that_change(rank: int) -> float:
 
 
 def different_programs(rank: int) -> list[float]:
-    """Ranks compile at different times, other numbers of tokens first, and one of them breaks the graph beside the experts."""
+    """Ranks compile at different times, other numbers of tokens first, and one of them breaks the graph: between two layers, and between
+    the router and the experts of the second one."""
     model, single = both(layers.Stacked, 2)
+    if rank:
+        faults.break_beside(model.second)
 
     def broken(x: torch.Tensor) -> torch.Tensor:
         x = model.first(x) + x  # type: ignore[operator]
@@ -226,7 +229,7 @@ def different_programs(rank: int) -> list[float]:
     worst = []
     for step, counts in enumerate(((4, 9), (7, 2), (4, 0), (0, 5), (1, 1))):
         if rank == 0 and step == 0:
-            time.sleep(2)
+            time.sleep(1)
         x = torch.randn(counts[rank], layers.H, generator=torch.Generator().manual_seed(rank))
         with torch.no_grad():
             found = run(x)

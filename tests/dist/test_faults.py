@@ -110,10 +110,9 @@ def test_a_killed_rank(where: str) -> None:
     assert text.startswith("PeerError: first: another rank of the mesh 'ep' failed, or did not come: "), text
 
 
-@pytest.mark.parametrize("how", ["shapes", "a break beside"])
-def test_other_graphs(two: Workers, how: str) -> None:
-    """Sizes that are symbols on one rank and constants, compiled again, on the other, seconds later; two graphs on one rank."""
-    for found in two.run(faults.programs, how, scenes.BEHIND):
+def test_other_graphs(two: Workers) -> None:
+    """Sizes that are symbols on one rank and constants, compiled again, on the other, a second later."""
+    for found in two.run(faults.programs, "shapes", scenes.BEHIND):
         assert len(found) == 3
         assert max(found) <= 1e-5, found
 

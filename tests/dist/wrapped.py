@@ -20,7 +20,7 @@ from moefuse import Options
 from tests.cpu.capture_case import Seen, capturing
 from tests.dist import layers, scenes
 
-E, STEPS = 4, 2
+E, STEPS = 2, 2
 
 
 def trained(rank: int, kind: type[nn.Module], around: str, settings: dict[str, Any]) -> tuple[float, float, int]:
