@@ -1,4 +1,4 @@
-"""What takes long to import, and starts no thread: see ``workers``."""
+"""What takes long to import, or to compile for the first time, and starts no thread: see ``workers``."""
 
 import gc
 
@@ -17,12 +17,25 @@ import moefuse.capture.dynamo
 import moefuse.parallel.api
 import moefuse.passes.driver
 import moefuse.pipeline.rewrite
+import tests.dist.scenes
 import tests.dist.workers
 from tests.cheap import cheaper_compiles
+from tests.cpu.capture_case import Seen, capturing
 
 __all__ = ["moefuse", "tests", "torch"]
 
+
+def warm() -> None:
+    """What torch imports and looks up for a first compilation is there in every worker: that took as long as a small one."""
+    torch.set_num_threads(1)
+    run = torch.compile(tests.dist.layers.Listed(2), backend=capturing(Seen()), dynamic=True)
+    with torch.no_grad():
+        run(torch.randn(3, tests.dist.layers.H))
+    torch._dynamo.reset()
+
+
 cheaper_compiles()
+warm()
 # No collection of a worker looks at what was imported here; that took two fifths of its time.
 gc.collect()
 gc.freeze()
