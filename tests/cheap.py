@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import inspect
 import logging
 import os
 import shutil
@@ -74,13 +75,16 @@ def cheaper_interpreter() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
         _replaced_once()
         _types_once()
+        _blocks_once()
+        _equal_at_once()
 
 
 def _replaced_once() -> None:
-    """What the interpreter replaces in Triton's language is looked for at a launch, and not at every call of a function in it."""
+    """What the interpreter replaces in Triton's language is looked for once, and replaced at a launch, not at every call in it."""
+    from triton.language import core
     from triton.runtime import interpreter
 
-    replace, replaced = interpreter._patch_lang, set()
+    replace, replaced, builtins = interpreter._patch_lang, set(), {}
 
     class Scope(interpreter._LangPatchScope):  # type: ignore[misc]
         def restore(self) -> None:
@@ -95,7 +99,13 @@ def _replaced_once() -> None:
         replaced.add(module)
         return replace(fn)
 
-    interpreter._LangPatchScope, interpreter._patch_lang = Scope, once
+    def builtin(package: Any, builder: Any, scope: Any) -> None:
+        if package not in builtins:
+            builtins[package] = inspect.getmembers(package, core.is_builtin)
+        for name, member in builtins[package]:
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._LangPatchScope, interpreter._patch_lang, interpreter._patch_builtin = Scope, once, builtin
 
 
 def _types_once() -> None:
@@ -115,3 +125,60 @@ def _types_once() -> None:
         return numbers if fields is None and all(type(v) in (int, core.constexpr) for v in values) else of_values(values, fields)
 
     interpreter._get_np_dtype, core._type_for_tuple_values = element, values_type
+
+
+def _blocks_once() -> None:
+    """What follows from a block's shape is found once: each operation makes several types of blocks, and tensors of them."""
+    from triton.language import core
+
+    known: dict[tuple[int, ...], tuple[Any, ...]] = {}
+    alone = core.tuple([]), core.constexpr(1)
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(core._unwrap_if_constexpr(size) for size in shape)
+        if sizes not in known:
+            if not sizes:
+                raise TypeError("0d block_type is forbidden")
+            whole, numel = core.tuple(sizes), core.validate_block_shape(list(sizes))
+            known[sizes] = whole, numel, str(whole), core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(numel)
+        self.element_ty = element_ty
+        self.shape, self.numel, text, self.sizes, self.count = known[sizes]
+        self.name = f"<{text}, {element_ty}>"
+
+    def tensor(self: Any, handle: Any, of: Any) -> None:
+        self.handle, self.type, self.dtype = handle, of, of.scalar
+        self.shape, self.numel = (of.sizes, of.count) if of.is_block() else alone
+
+    core.block_type.__init__, core.tensor.__init__ = block, tensor
+
+
+def _equal_at_once() -> None:
+    """Most operands have one type and one shape, which are the same objects; and no integer is computed twice.
+
+    Triton computes sums and products of integers once more, in 64 bits, for an assertion that only ``debug`` has.
+    """
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime.interpreter import InterpreterOptions
+
+    unwrap, equal, plain = core._unwrap_if_constexpr, core.dtype.__eq__, {int, bool, float, str, core.dtype, core.tensor}
+    broadcast, cast, promoted = TritonSemantic.broadcast_impl_value, TritonSemantic.cast, TritonSemantic.computation_type_impl
+
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        return value.value if kind is core.constexpr else value if kind in plain else unwrap(value)
+
+    def alike(self: Any, lhs: Any, rhs: Any) -> Any:
+        known = [of.type.shape if of.type.is_block() else None for of in (lhs, rhs)]
+        return (lhs, rhs) if known[0] is known[1] else broadcast(self, lhs, rhs)
+
+    def casted(self: Any, value: Any, dtype: Any, *rounding: Any) -> Any:
+        return value if value.type.scalar is dtype.scalar else cast(self, value, dtype, *rounding)
+
+    def common(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        return a if a is b and not div_or_mod else promoted(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+
+    assert not InterpreterOptions.debug
+    core._unwrap_if_constexpr, core.dtype.__eq__ = unwrapped, lambda self, other: self is other or equal(self, other)
+    TritonSemantic.broadcast_impl_value, TritonSemantic.cast, TritonSemantic.computation_type_impl = alike, casted, common
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
