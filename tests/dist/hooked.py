@@ -17,8 +17,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 import moefuse
-from moefuse import _torch_private
-from tests.cheap import without_code
 from tests.cpu.capture_case import Seen, capturing
 from tests.dist import faults, layers, scenes
 
@@ -246,7 +244,7 @@ def reported(rank: int) -> list[tuple[str, str, str]]:
     """What a report says of a hook: codes, modules, texts."""
     model, _ = scenes.both(Skipping, E)
     _put("before", model)
-    with torch.no_grad(), mock.patch.object(_torch_private, "compile_fx", without_code):
+    with torch.no_grad(), scenes.as_traced():
         torch.compile(model, backend="moefuse")(torch.randn(5 * rank, layers.H))
     return [(s.code, s.module, s.message) for s in moefuse.last_report().skipped]
 

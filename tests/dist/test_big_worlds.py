@@ -49,6 +49,7 @@ WAYS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
+@pytest.mark.usefixtures("as_traced")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("world", [64, 256])
 @pytest.mark.parametrize("name", WAYS)

@@ -164,7 +164,7 @@ def test_all_sizes_dynamic(two: Workers) -> None:
 
 def test_buffers_of_experts(two: Workers) -> None:
     """They may be statistics of a rank's own tokens: the layer gathers, and says of what."""
-    for found in two.run(equal.run, Case(layers.Buffers, (5, 7), train=False)):
+    for found in two.run(equal.run, Case(layers.Buffers, (5, 7), train=False, behind=scenes.BEHIND)):
         assert found.worst <= 2e-6, found
         texts = {s.message for s in found.report.skipped if s.code == "experts-gathered"}
         said = "`{}.bias` may differ from rank to rank: only Parameters are alike"
@@ -173,7 +173,7 @@ def test_buffers_of_experts(two: Workers) -> None:
 
 def test_weights_that_are_computed_of_sharded_ones(two: Workers) -> None:
     """They are alike on all ranks; the layer gathers since nobody computes them of a rank's own rows, and says that."""
-    for found in two.run(equal.run, Case(layers.Scaled, (5, 7))):
+    for found in two.run(equal.run, Case(layers.Scaled, (5, 7), behind=scenes.BEHIND)):
         assert found.worst <= 2e-6, found
         said = {s.message for s in found.report.skipped if s.code == "experts-gathered"}
         assert said
@@ -182,7 +182,7 @@ def test_weights_that_are_computed_of_sharded_ones(two: Workers) -> None:
 
 def test_weights_that_are_read_twice(two: Workers) -> None:
     """Views of a read whose place another one has taken are views of that, and what nobody reads of them gathers nothing."""
-    for found in two.run(equal.run, Case(layers.Twice, (5, 7), train=False)):
+    for found in two.run(equal.run, Case(layers.Twice, (5, 7), train=False, behind=scenes.BEHIND)):
         assert found.worst <= 2e-6, found
         assert (len(found.report.fused), found.report.skipped, found.report.notes) == (2, [], []), found.report
         assert "gathered" not in str(found.ops)
@@ -190,7 +190,7 @@ def test_weights_that_are_read_twice(two: Workers) -> None:
 
 def test_what_is_refused_gathers(two: Workers) -> None:
     """Rows are mixed: nothing is fused, nothing is wrong, and both is said."""
-    for found in two.run(equal.run, Case(layers.Mixed, (5, 7), experts=2)):
+    for found in two.run(equal.run, Case(layers.Mixed, (5, 7), experts=2, behind=scenes.BEHIND)):
         assert found.worst <= 2e-6, found
         assert not found.report.fused
         assert {s.code for s in found.report.skipped} == {"not-row-local", "experts-gathered"}, found.report
@@ -200,7 +200,7 @@ def test_what_is_refused_gathers(two: Workers) -> None:
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_through_inductor(two: Workers, kind: type[torch.nn.Module]) -> None:
     how = EXACT if kind is layers.Listed else {}
-    for found in two.run(equal.run, Case(kind, (5, 0), behind="inductor", how=how)):
+    for found in two.run(equal.run, Case(kind, (5, 0), 2, behind="inductor", how=how)):
         assert found.worst <= 2e-6, found
         assert len(found.report.fused) == 2
 

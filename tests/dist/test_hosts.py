@@ -7,11 +7,11 @@ import functools
 import pytest
 import torch
 
-from tests.dist import layers, posing, travel
+from tests.dist import layers, posing, scenes, travel
 from tests.dist.equal import Case
 from tests.dist.workers import Workers
 
-five = functools.partial(Case, experts=5)
+five = functools.partial(Case, experts=5, behind=scenes.BEHIND)
 CASES = {
     # Each case says why it is there. The letters are the hosts of ranks 0 to 3.
     "two of two": ("aabb", five(layers.Stacked, (5, 7, 3, 4))),
@@ -24,7 +24,7 @@ CASES = {
     "computed again in backward": ("aaab", five(layers.Stacked, (5, 7, 1, 0), checkpointed=True)),
     "inference": ("aabb", five(layers.Grouped, (5, 7, 3, 4), train=False)),
     "slices": ("aabb", five(layers.Transposed, (5, 7, 3, 4), how={"experts": "tp"})),
-    "two experts, which a host has": ("aabb", Case(layers.Stacked, (5, 0, 7, 3), experts=2)),
+    "two experts, which a host has": ("aabb", five(layers.Stacked, (5, 0, 7, 3), experts=2)),
     "each rank on a host of its own": ("abcd", five(layers.Stacked, (5, 7, 3, 4))),
 }
 

@@ -32,7 +32,7 @@ def test_nothing_is_stale(two: Workers, kind: type[nn.Module], change: str, back
 
 
 @torch.no_grad()
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 @pytest.mark.parametrize("kind", KINDS)
 def test_guards_see_plain_tensors_alone(mesh: DeviceMesh, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch can skip where a module has not changed: dictionaries, text and tensors, no attribute of a DTensor and no tuple."""
@@ -43,7 +43,7 @@ def test_guards_see_plain_tensors_alone(mesh: DeviceMesh, kind: type[nn.Module],
         watch(output)
 
     monkeypatch.setattr(in_step, "watch", seen)
-    model = layers.Model(kind, 4)
+    model = layers.Model(kind, 2)
     moefuse.parallelize(model, mesh, max_tokens=6)
     torch.compile(model, backend="moefuse", dynamic=False)(torch.randn(6, layers.H))
     kept = [name for name in names if views.PARTS in name]
@@ -58,7 +58,7 @@ def test_guards_see_plain_tensors_alone(mesh: DeviceMesh, kind: type[nn.Module],
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_kept_that_no_parameter_has(mesh: DeviceMesh, kind: type[nn.Module]) -> None:
     """Memory of a Parameter goes with it, and a copy has its own."""
-    model = layers.Model(kind, 4)
+    model = layers.Model(kind, 2)
     moefuse.parallelize(model, mesh, max_tokens=6)
     with torch.no_grad():
         torch.compile(model, backend="moefuse", dynamic=False)(torch.randn(6, layers.H))
@@ -75,10 +75,10 @@ def test_nothing_is_kept_that_no_parameter_has(mesh: DeviceMesh, kind: type[nn.M
 
 
 @torch.no_grad()
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_training_keeps_nothing(mesh: DeviceMesh) -> None:
     """Gradients are the Parameter's, which is read then."""
-    model = layers.Model(layers.Stacked, 4)
+    model = layers.Model(layers.Stacked, 2)
     moefuse.parallelize(model, mesh, max_tokens=6)
     with torch.enable_grad():
         torch.compile(model, backend="moefuse", dynamic=False)(torch.randn(6, layers.H))

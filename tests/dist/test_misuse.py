@@ -365,6 +365,7 @@ def test_a_graph_of_another_process() -> None:
         groups.group("nowhere")
 
 
+@pytest.mark.usefixtures("as_traced")
 def test_the_plan_and_the_report(mesh: DeviceMesh) -> None:
     """What was decided can be read, and ``explain`` says it of each layer without other ranks."""
     model = layers.Model(layers.Stacked, 7)

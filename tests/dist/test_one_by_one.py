@@ -36,7 +36,7 @@ def run(model: nn.Module, train: bool) -> Counter[str]:
     return found
 
 
-@pytest.mark.code_once
+@pytest.mark.usefixtures("as_traced")
 @pytest.mark.every_value
 @pytest.mark.parametrize("around", [True, False])
 @pytest.mark.parametrize("train", [False, True])
@@ -72,7 +72,7 @@ class InARow(nn.Module):
         return x + self.second(self.norm(x))  # type: ignore[no-any-return]
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_two_layers_of_one_graph_and_other_numbers_of_tokens(mesh: DeviceMesh) -> None:
     """From the second number on it is symbolic, and no step leads from what is known to the second layer's."""
     model = InARow()
@@ -84,7 +84,7 @@ def test_two_layers_of_one_graph_and_other_numbers_of_tokens(mesh: DeviceMesh) -
         assert (report.layers, report.skipped, report.graph_count) == ((2, 2), [], 1)
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_what_an_attempt_gathered_is_not_said_of_the_next(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one layer is refused the frame starts again, and this layer is fused in a graph of its own."""
     answers = [verify, verify, fails]
@@ -103,7 +103,7 @@ def fails(*_: object) -> None:
     raise ValueError("this proof cannot be made")
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 @pytest.mark.parametrize("train", [False, True])
 def test_a_fused_layer_is_not_told_as_missed(
     mesh: DeviceMesh, train: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -120,7 +120,7 @@ def test_a_fused_layer_is_not_told_as_missed(
 
 
 @pytest.mark.every_value
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("order", ["spread", "compile", "compile, call"])
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])

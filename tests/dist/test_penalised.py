@@ -38,9 +38,11 @@ def test_penalties(two: Workers, case: Case) -> None:
         assert any("penalised.py:" in note and "experts-gathered" in note and "no layer" in note for note in found.notes), found
 
 
-def told(mesh: DeviceMesh, more: Callable[[Any, Tensor], Any], kind: type[nn.Module] = layers.Stacked) -> moefuse.FusionReport:
+def told(
+    mesh: DeviceMesh, more: Callable[[Any, Tensor], Any], kind: type[nn.Module] = layers.Stacked, experts: int = 4
+) -> moefuse.FusionReport:
     """What is said of two layers and something more, in one graph or in several."""
-    model = layers.Model(kind, 4)
+    model = layers.Model(kind, experts)
     moefuse.parallelize(model, mesh)
     seen = Seen()
     with torch.no_grad():
@@ -128,5 +130,5 @@ def test_layers(mesh: DeviceMesh, name: str) -> None:
 
 def test_a_refused_layer_with_a_penalty(mesh: DeviceMesh) -> None:
     """The layers are told, not what reads the same weights and stands first in the file."""
-    report = told(mesh, penalised.squares, layers.Mixed)
+    report = told(mesh, penalised.squares, layers.Mixed, 2)
     assert {s.module for s in report.skipped if s.code == "experts-gathered"} == {"first", "second"}, report

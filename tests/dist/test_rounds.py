@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from torch import nn
 
-from tests.dist import equal, layers, rounds
+from tests.dist import equal, layers, rounds, scenes
 from tests.dist.equal import Case
 from tests.dist.workers import Workers
 from tests.strategies import THOROUGH
@@ -21,12 +23,13 @@ def test_rounds_of_four_ranks(four: Workers) -> None:
             assert peak == pytest.approx(said, rel=0.1)
 
 
+inference = functools.partial(Case, train=False, behind=scenes.BEHIND)
 CASES = {
-    "stacked": Case(layers.Stacked, (200, 3), train=False),
-    "a list, nothing on one rank": Case(layers.Listed, (0, 300), train=False),
-    "transposed, biases, dense, a table": Case(layers.Transposed, (5, 7), train=False, how={"placement": [1, 0, 1]}),
-    "weight on the input, most tokens known": Case(layers.OnInput, (130, 7), train=False, how={"max_tokens": 131}),
-    "slices": Case(layers.Stacked, (140, 7), train=False, how={"experts": "tp", "debug": True}),
+    "stacked": inference(layers.Stacked, (200, 3)),
+    "a list, nothing on one rank": inference(layers.Listed, (0, 300)),
+    "transposed, biases, dense, a table": inference(layers.Transposed, (5, 7), how={"placement": [1, 0, 1]}),
+    "weight on the input, most tokens known": inference(layers.OnInput, (130, 7), how={"max_tokens": 131}),
+    "slices": inference(layers.Stacked, (140, 7), how={"experts": "tp", "debug": True}),
 }
 
 
@@ -46,8 +49,8 @@ def test_one_op(two: Workers, name: str) -> None:
     ("kind", "case"),
     [
         (layers.Stacked, Case(layers.Stacked, (5, 7))),  # gradients: what is saved is saved
-        (layers.Grouped, Case(layers.Grouped, (5, 7), train=False)),  # the user's own code between grouped products
-        (layers.Shared, Case(layers.Shared, (6, 6), train=False, how={"tokens": "replicated"})),  # nothing arrives
+        (layers.Grouped, inference(layers.Grouped, (5, 7))),  # the user's own code between grouped products
+        (layers.Shared, inference(layers.Shared, (6, 6), how={"tokens": "replicated"})),  # nothing arrives
     ],
 )
 def test_all_at_once(two: Workers, kind: type[nn.Module], case: Case) -> None:
@@ -68,7 +71,7 @@ def test_through_inductor(two: Workers) -> None:
 @pytest.mark.parametrize(("name", "ops"), [("slices", 2), ("exact splits", 0)])
 def test_without_a_limit(two: Workers, name: str, ops: int) -> None:
     """One op, all tokens at once; not where the host waits for numbers of rows, which is what a graph then has to see."""
-    cases = {**CASES, "exact splits": Case(layers.Stacked, (5, 7), train=False, how={"transport": "all_to_all"})}
+    cases = {**CASES, "exact splits": inference(layers.Stacked, (5, 7), how={"transport": "all_to_all"})}
     for found in two.run(equal.run, cases[name]):
         assert found.worst <= 2e-6, found
         assert found.ops.get("moefuse.ep_experts.default", 0) == ops

@@ -90,7 +90,7 @@ def test_copies_from_the_meta_device(four: Workers) -> None:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+@pytest.mark.parametrize("kind", [layers.Transposed, layers.Listed])
 def test_slices_of_some_experts(four: Workers, kind: type[nn.Module], tmp_path: Path) -> None:
     """Two by two: each rank has half of half of the experts, from the meta device and back."""
     how = {"experts": ("ep", "tp"), "tokens": ("distinct", "replicated")}
