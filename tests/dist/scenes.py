@@ -198,20 +198,6 @@ def _counted(called: list[str], name: str, function: Any) -> Any:
     return count
 
 
-def weights_that_change(rank: int) -> float:
-    """Outputs follow what is written to local weights behind the compilation."""
-    model, single = both(layers.Stacked, 2)
-    run = compiled(model)
-    x = torch.randn(5, layers.H, generator=torch.Generator().manual_seed(rank))
-    worst = 0.0
-    with torch.no_grad():
-        for factor in (1.0, 0.5, -2.0):
-            for local in (model.first._parameters["down"].to_local(), single.first.down):  # type: ignore[union-attr]
-                local.mul_(factor)
-            worst = max(worst, (run(x) - single(x)).abs().max().item())
-    return worst
-
-
 def different_programs(rank: int) -> list[float]:
     """Ranks compile at different times, other numbers of tokens first, and one of them breaks the graph: between two layers, and between
     the router and the experts of the second one."""
@@ -236,30 +222,6 @@ def different_programs(rank: int) -> list[float]:
             wanted = single(x)
         worst.append((found - wanted).abs().max().item() if len(x) else 0.0)
     return worst
-
-
-def raising(rank: int) -> str:
-    """Rank 1 raises in front of the second layer; the other one is told where."""
-    around = faults.mesh()
-    with mock.patch(f"{__name__}.mesh", return_value=around):
-        model, _ = both(layers.Stacked, 2)
-
-    def broken(x: torch.Tensor) -> torch.Tensor:
-        x = model.first(x)  # type: ignore[operator]
-        torch._dynamo.graph_break()
-        torch.compiler.disable(faults.impatient)(around)
-        if rank == 1:
-            raise ValueError("rank 1 has a bad batch")
-        return model.second(x)  # type: ignore[operator,no-any-return]
-
-    try:
-        with torch.no_grad():
-            torch.compile(broken, backend=capturing(Seen(), behind=BEHIND))(torch.randn(4, layers.H))
-    except moefuse.PeerError as error:
-        return f"PeerError: {error}"
-    except ValueError as error:
-        return f"ValueError: {error}"
-    return "nothing"
 
 
 def dying(rank: int) -> str:
