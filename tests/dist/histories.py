@@ -145,12 +145,6 @@ class History:
         else:
             self.single.load_state_dict(wanted)
 
-    def is_copied(self) -> None:
-        """On with a copy, whose experts nothing else writes; the model that was is gone."""
-        self.model = copy.deepcopy(self.model)
-        self.run = scenes.compiled(self.model)
-        self.states.clear()
-
     def starts_again(self) -> None:
         moefuse.unparallelize(self.model)
         self.plan = moefuse.parallelize(self.model, scenes.mesh(), **self.how)
