@@ -172,8 +172,8 @@ def _equal_at_once() -> None:
         known = [of.type.shape if of.type.is_block() else None for of in (lhs, rhs)]
         return (lhs, rhs) if known[0] is known[1] else broadcast(self, lhs, rhs)
 
-    def casted(self: Any, value: Any, dtype: Any, *rounding: Any) -> Any:
-        return value if value.type.scalar is dtype.scalar else cast(self, value, dtype, *rounding)
+    def casted(self: Any, value: Any, dtype: Any, fp_downcast_rounding: Any = None) -> Any:
+        return value if value.type.scalar is dtype.scalar else cast(self, value, dtype, fp_downcast_rounding)
 
     def common(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
         return a if a is b and not div_or_mod else promoted(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
