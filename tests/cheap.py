@@ -30,6 +30,9 @@ def cheaper_compiles() -> None:
         torch._dynamo.config.side_effect_replay_policy = "silent"
     # Inductor would start processes for Triton's code, each of which imports torch again.
     torch._inductor.config.compile_threads = 1
+    # A package has two C++ files, for which two headers would be compiled ahead, and one of them takes long to optimize.
+    torch._inductor.config.aot_inductor.precompile_headers = False
+    torch._inductor.config.aot_inductor.compile_wrapper_opt_level = "O0"
     _linked_sooner()
     _untraced()
 

@@ -22,7 +22,7 @@ from tests.conftest import without_code
 from tests.dist.conftest import groups, two  # noqa: F401
 from tests.dist.workers import Workers
 
-EXPERTS, TOP_K, HIDDEN, WIDTH, LAYERS, TOKENS = 8, 2, 128, 128, 3, 40
+EXPERTS, TOP_K, HIDDEN, WIDTH, LAYERS, TOKENS = 4, 2, 128, 256, 2, 40
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo")
 
 
