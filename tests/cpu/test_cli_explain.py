@@ -212,10 +212,10 @@ def test_as_a_program(tmp_path: Path) -> None:
     """Where it is started counts as the place of the user's modules, and nothing is written to stderr that is no terminal."""
     failures = {"nothing:here": "no module 'nothing'", "my_moe:MoE --inputs 6x5": "the model cannot be called with"}
     started = "import runpy, sys; sys.argv[1:] = {}; runpy.run_module('moefuse', run_name='__main__')"
-    programs = [started.format(["explain", *words.split()]) for words in ("my_moe:model", *failures)]
+    programs = [started.format(["explain", *words.split()]) for words in ("my_moe:MoE --inputs 6x16", *failures)]
     done, *others = forked("import torch._dynamo, moefuse", programs, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("moefuse: fused 2 of 2 MoE layers")
+    assert done.stdout.startswith("moefuse: fused 1 of 1 MoE layer")
     assert done.stderr == ""
     for wrong, said in zip(others, failures.values(), strict=True):
         assert wrong.returncode == 2
