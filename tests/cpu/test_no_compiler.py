@@ -1,4 +1,4 @@
-"""A machine without a C++ compiler, or without a folder for kernels: what needs one ends in one sentence, what is slower is in the report."""
+"""Without a C++ compiler, or a folder for kernels: what needs one ends in one sentence, and what is slower is in the report."""
 
 from __future__ import annotations
 
