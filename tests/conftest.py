@@ -124,9 +124,15 @@ def no_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def as_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs run as Dynamo traced and moefuse rewrote them, ``explain``'s too; AOTAutograd took half of such a test's time."""
+def as_traced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs run as Dynamo traced and moefuse rewrote them, ``explain``'s too; AOTAutograd took half of such a test's time.
+
+    In a file of such tests, one that needs AOTAutograd asks for ``no_code``.
+    """
     from moefuse import _torch_private
+
+    if "no_code" in request.fixturenames:
+        return
 
     def compiled(gm: torch.fx.GraphModule, *_: object) -> Callable[..., Any]:
         return lambda *args: gm.forward(*args)

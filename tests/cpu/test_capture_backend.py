@@ -74,7 +74,7 @@ def test_a_near_miss_through_inductor(name: str) -> None:
             torch.testing.assert_close(compiled(X, logits), model(X, logits))
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_other_backends_see_dynamo_unchanged() -> None:
     """In one process, one after the other and around each other: graphs of another backend break where they always did."""
     graphs, other = recording()
@@ -92,6 +92,7 @@ def test_other_backends_see_dynamo_unchanged() -> None:
     assert (config.capture_scalar_outputs, config.capture_dynamic_output_shape_ops) == (False, False)
 
 
+@pytest.mark.usefixtures("as_traced")
 def test_a_backend_that_wraps_ours_is_not_ours() -> None:
     """What a wrapper does with the graph is its own business: nothing may be assumed in a graph that it gets."""
     ran = []
@@ -138,7 +139,7 @@ def test_when_moefuse_fails_the_program_runs_as_without_it(where: str, monkeypat
     assert {"internal-error", "verification-error"} & seen.codes
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_a_bug_in_capture_itself_costs_only_the_capture(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from moefuse.capture import guess
 
@@ -152,7 +153,7 @@ def test_a_bug_in_capture_itself_costs_only_the_capture(monkeypatch: pytest.Monk
     assert "moefuse failed while it looked at" in caplog.text
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 @pytest.mark.parametrize("how", ["option", "environment"])
 def test_switched_off_by_hand(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how == "environment":
@@ -166,6 +167,7 @@ def test_switched_off_by_hand(how: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert any("Dynamic shape operator" in text for text in report.graph_breaks)
 
 
+@pytest.mark.usefixtures("as_traced")
 def test_a_torch_without_the_hooks_switches_capture_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(points.POINTS, "torch._dynamo.symbolic_convert:InstructionTranslatorBase", "moved")
     monkeypatch.setattr(entry, "_missing", None)
@@ -178,13 +180,13 @@ def test_a_torch_without_the_hooks_switches_capture_off(monkeypatch: pytest.Monk
     assert "note    capture of data-dependent" in str(report)
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_strict_names_what_was_not_captured() -> None:
     with pytest.raises(FusionError, match="not-captured: this loop depends on data, and `count` is read after it"):
         torch.compile(layer("CountsIterations"), backend="moefuse", options={"strict": True})(X, LOGITS)
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_strict_says_nothing_about_code_without_experts() -> None:
     def rows(x: torch.Tensor) -> torch.Tensor:
         for row in (x[:, 0] > 0).nonzero():
@@ -195,12 +197,13 @@ def test_strict_says_nothing_about_code_without_experts() -> None:
     torch.testing.assert_close(compiled(X), rows(X))
 
 
+@pytest.mark.usefixtures("as_traced")
 def test_explain_counts_frames_that_dynamo_skips() -> None:
     report = moefuse.explain(layer("MoreThanOne"), X, LOGITS)
     assert any("runs in eager" in text for text in report.graph_breaks)
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_last_report_counts_them_too() -> None:
     torch.compile(layer("MoreThanOne"), backend="moefuse")(X, LOGITS)
     report = moefuse.last_report()
@@ -208,7 +211,7 @@ def test_last_report_counts_them_too() -> None:
     assert any("runs in eager" in text for text in report.graph_breaks)
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_recompiling_and_reset() -> None:
     model = Packed(layer())
     compiled = torch.compile(model, backend="moefuse")
@@ -224,7 +227,7 @@ def test_recompiling_and_reset() -> None:
     assert len(report.fused) == 1
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_regional_compilation() -> None:
     model = torch.nn.ModuleList([layer(), layer("ContinueWhenEmpty")])
     for part in model:
@@ -237,7 +240,7 @@ def test_regional_compilation() -> None:
             assert (len(report.fused), report.graph_count) == (1, 1)
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_a_compiled_layer_inside_a_frame_of_another_backend() -> None:
     inner, (_graphs, other) = layer(), recording()
     plain_inner = copy.deepcopy(inner)
@@ -314,7 +317,7 @@ def test_one_failed_assumption_is_enough(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(retreats) == len({id(log) for log in retreats}) >= 1
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("as_traced")
 def test_a_graph_that_the_compiler_cannot_take_goes_to_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the compiler makes of a rewritten graph, or of a loop in one graph, is no reason for a program to stop that runs without."""
     original = _torch_private.compile_fx

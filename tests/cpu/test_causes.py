@@ -21,7 +21,7 @@ from moefuse.diagnosis.missed_layers import missing
 from moefuse.report.report import FusionReport
 from tests.cpu.test_nothing_found import compiled, messages
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "as_traced")
 
 E, K, H, I, T = 3, 2, 16, 24, 12  # noqa: E741  (the letters of moefuse.spec)
 
@@ -225,7 +225,6 @@ class Selected(Block):
         return out
 
 
-@pytest.mark.code_once
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_is_fused_behind_a_break_is_not_refused_before_it(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
     model, x, kind = compiled(Selected, strict=strict), torch.randn(T, H), torch.arange(T) % 3 > 0
@@ -289,6 +288,7 @@ class CheckedBesideALoop(MoE):
         return out
 
 
+@pytest.mark.usefixtures("no_code")
 def test_a_check_of_a_tensor_beside_a_captured_loop() -> None:
     """Whatever becomes of the loop, the check stops the program."""
     model, x, mask = compiled(CheckedBesideALoop), torch.randn(T, H), torch.ones(3, dtype=torch.bool)
@@ -297,6 +297,7 @@ def test_a_check_of_a_tensor_beside_a_captured_loop() -> None:
         model(x, ~mask)
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("make", [Checked, CheckedAfterwards])
 def test_a_check_of_a_tensor_breaks_the_graph_as_in_inductor(make: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
     """Capture makes it traceable, and the compiler cannot take it: that is nothing to report to anyone as a bug of the backend."""

@@ -13,7 +13,7 @@ from torch._inductor.exc import InductorError
 from moefuse.cli.main import main
 from tests.forked import forked
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "as_traced")
 
 MODELS = """
 import torch

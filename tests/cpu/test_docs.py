@@ -48,7 +48,7 @@ def normal(text: str) -> str:
 def test_python_blocks_run(file: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """The README's with Inductor's code under HYPOTHESIS_PROFILE=deep: the examples have it in every run."""
     if file != "README.md" or not THOROUGH:
-        request.getfixturevalue("no_code")
+        request.getfixturevalue("as_traced")
         request.getfixturevalue("no_inductor_code")
     # What the text shows is a machine without a GPU.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

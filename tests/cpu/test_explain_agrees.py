@@ -16,7 +16,7 @@ import moefuse
 from tests.conftest import StubDriver
 from tests.programs.refused.plain import H, I, K, Layer
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "as_traced")
 
 T, E = 10, 3
 
@@ -133,6 +133,7 @@ def in_fact(model: nn.Module, *sizes: int) -> list[tuple[int, list[str]]]:
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("program", [Clips, ClipsOut])
 def test_a_parameter_that_is_written_behind_its_use(program: type[Loop]) -> None:
     """Gradients are of what the parameter holds then: refused by both, and fused by both without autograd."""
@@ -146,6 +147,7 @@ def test_a_parameter_that_is_written_behind_its_use(program: type[Loop]) -> None
         assert len(moefuse.explain(model, torch.randn(T, H)).fused) == 1, "nothing is wrong with it without autograd"
 
 
+@pytest.mark.usefixtures("no_code")
 def test_a_break_behind_inductors_back_is_reported() -> None:
     report = moefuse.explain(Balances(), torch.randn(T, H))
     first, second = in_fact(Balances(), T, T + 1)
@@ -155,6 +157,7 @@ def test_a_break_behind_inductors_back_is_reported() -> None:
     assert not [note for note in report.notes if note.startswith("less is fused")], report
 
 
+@pytest.mark.usefixtures("no_code")
 def test_a_graph_that_inductor_cannot_take_breaks_where_it_does_in_fact(caplog: pytest.LogCaptureFixture) -> None:
     """And Dynamo does not say that the backend is broken."""
     said = moefuse.explain(Usage(), torch.randn(T, H))

@@ -15,7 +15,7 @@ from moefuse.pipeline import publish
 from tests.cpu.capture_case import Seen, capturing
 from tests.cpu.test_input_sizes import E, Experts, H
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "as_traced")
 
 
 class Hits(Experts):

@@ -36,6 +36,7 @@ def assert_both_layers_fused(report: moefuse.FusionReport | None, name: str = "m
         assert (fused.spec.num_experts, fused.spec.top_k, fused.spec.hidden, fused.spec.intermediate) == (4, 2, 32, 16)
 
 
+@pytest.mark.usefixtures("as_traced")
 @pytest.mark.parametrize("grad", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_explain(grad: bool, model: Any, ids: torch.Tensor) -> None:
     with torch.set_grad_enabled(grad):
@@ -87,8 +88,8 @@ def test_the_pass_under_inductor(model: Any, ids: torch.Tensor) -> None:
     assert_both_layers_fused(moefuse.last_report())
 
 
-def test_strict_passes_when_everything_is_fused(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moefuse._torch_private, "compile_fx", lambda gm, *rest: gm.forward)
+@pytest.mark.usefixtures("as_traced")
+def test_strict_passes_when_everything_is_fused(model: Any, ids: torch.Tensor) -> None:
     with torch.no_grad():
         expected = model(ids).logits
         torch.testing.assert_close(torch.compile(model, backend="moefuse", options={"strict": True})(ids).logits, expected)
