@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 without_code = pytest.mark.usefixtures("no_inductor_code")
-"""What Inductor would run is no part of these; the first tests and the command have it."""
+"""What Inductor would run is no part of these; the first test has it."""
 
 
 class Layer(MoE):
@@ -231,6 +231,7 @@ def model():
 """
 
 
+@without_code
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my_bench.py").write_text(MODELS)
     page = tmp_path / "gains.html"

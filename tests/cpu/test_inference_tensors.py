@@ -62,7 +62,7 @@ def gradients(run: Any, model: nn.Module) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, model.router.weight])]
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo", "no_code")
 def test_compiled() -> None:
     """As a library leaves a layer that it quantised (HQQ its zeros): eager trains through it, and so does the op, in the same memory."""
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import moefuse
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "as_traced")
 
 CASTS = {
     "weights truncated": ("w", lambda w: (w * 4).int()),

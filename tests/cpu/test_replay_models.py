@@ -44,11 +44,11 @@ def test_chosen_in_every_way(name: str) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant: bool) -> None:
     """As transformers enables it: the same gradients as without, of the experts that were given."""
-    ids = {layer: [one] for layer, one in zip(LAYERS, some(16), strict=True)}
+    ids = {LAYERS[0]: some(16, 1)}
     found = []
     for checkpointed in (False, True):
         torch._dynamo.reset()
-        model = tiny.build("qwen3_moe").train()
+        model = tiny.build("qwen3_moe", num_hidden_layers=1).train()
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.compile(backend="moefuse")
@@ -64,7 +64,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
 @pytest.mark.usefixtures("light")
 def test_a_rollout() -> None:
     """``generate`` runs the model once for the prompt and once for each token; what it chose gives the same tokens."""
-    model = tiny.build("qwen3_moe")
+    model = tiny.build("qwen3_moe", num_hidden_layers=1)
     model.compile(backend="moefuse")
     how = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
     prompt = tiny.tokens(1, 5)
@@ -77,10 +77,10 @@ def test_a_rollout() -> None:
 
 def test_through_inductor(fresh_dynamo: None) -> None:
     torch.manual_seed(0)
-    model = Model()
-    ids = some(7)
+    model = Model(layers=1)
+    ids = some(7, 1)
     other = forced(model, ids)
-    model.compile(backend="moefuse", options={"expect": 2})
+    model.compile(backend="moefuse", options={"expect": 1})
     x = torch.randn(7, 8)
     with moefuse.replay_routing(model, ids), moefuse.capture_routing(model) as routing:
         out = model(x)
@@ -89,4 +89,4 @@ def test_through_inductor(fresh_dynamo: None) -> None:
     wanted.square().sum().backward()
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(model.layers[0].router.weight.grad, other.layers[0].router.weight.grad, rtol=1e-5, atol=1e-5)
-    assert torch.equal(routing["layers.1"][0], ids[1])
+    assert torch.equal(routing["layers.0"][0], ids[0])

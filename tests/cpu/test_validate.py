@@ -257,6 +257,7 @@ def test_what_does_not_run_by_itself_gets_a_note(monkeypatch: pytest.MonkeyPatch
     ]
 
 
+@pytest.mark.usefixtures("as_traced")
 def test_the_probe_alone_does_not_look_at_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     from moefuse.passes.prove import validate
 
@@ -276,7 +277,7 @@ class Unrolled(Loop):
         return out
 
 
-@pytest.mark.code_once
+@pytest.mark.code_elsewhere
 @pytest.mark.parametrize("model", [Loop, Unrolled], ids=lambda m: m.__name__)
 def test_what_only_moefuse_could_trace_is_traced_again(model: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """One iteration stands for several, or sizes depend on data: without the fused op Inductor must not get such a graph."""
