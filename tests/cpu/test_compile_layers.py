@@ -14,6 +14,7 @@ from torch.fx.experimental import _config as fx
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import moefuse
+from moefuse import _torch_private
 from moefuse.evidence.layers import layers_of
 from tests.dist import layers
 from tests.programs.effects.changes import H, Plain
@@ -413,13 +414,21 @@ def test_families_of_transformers() -> None:
     assert not whole
 
 
-def test_options_and_mode() -> None:
-    """They are as those of torch.compile, checked at once; torch takes one of the two."""
-    model = layers.Stacked(4)
-    moefuse.compile_layers(model, mode="max-autotune-no-cudagraphs")
-    x = torch.randn(3, layers.H)
-    model(x)
+def test_options_and_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are as those of torch.compile, and reach Inductor; checked at once; torch takes one of the two."""
+    seen: list[dict[str, Any]] = []
+
+    def compile_fx(gm: torch.fx.GraphModule, _inputs: Any, patches: dict[str, Any], _name: object) -> Any:
+        seen.append(patches)
+        return gm.forward
+
+    monkeypatch.setattr(_torch_private, "compile_fx", compile_fx)
+    model, mode = layers.Stacked(4), "max-autotune-no-cudagraphs"
+    moefuse.compile_layers(model, mode=mode)
+    model(torch.randn(3, layers.H))
     assert moefuse.last_report().layers == (1, 1)
+    (patches,) = seen
+    assert patches.items() >= torch._inductor.list_mode_options(mode).items()
     with pytest.raises(moefuse.OptionError, match="did you mean 'exclude'"):
         moefuse.compile_layers(model, options={"exlude": "a"})
     with pytest.raises(RuntimeError, match="mode or options"):
