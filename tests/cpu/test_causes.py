@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -120,12 +120,8 @@ def test_torchs_hint_is_passed_on(caplog: pytest.LogCaptureFixture) -> None:
 class Hooked(Block):
     """A checkpoint that Dynamo leaves to eager, before there is any graph."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = ContextVar("calls", default=0)
-
     def run(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.calls.get())
+        return super().forward(x + int(gc.isenabled()))
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.run, x, use_reentrant=False)  # type: ignore[no-any-return]
@@ -136,7 +132,7 @@ def test_a_call_of_which_dynamo_made_no_graph_speaks(caplog: pytest.LogCaptureFi
     torch.testing.assert_close(model(x), model.forward(x))
     (text,) = messages(caplog)
     assert "nothing-found" in text
-    place = f"{__file__}:{line_of(Hooked.run, 'calls.get')}"
+    place = f"{__file__}:{line_of(Hooked.run, 'isenabled')}"
     assert re.search(rf"the graph breaks in what is around it \([^()]+ at {re.escape(place)}\), and all of that runs in eager", text), text
 
 

@@ -6,6 +6,7 @@ Graphs are traced as Inductor's are and run as they are: what Inductor makes of 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -320,4 +321,5 @@ def test_sharded_with_a_router_loss_in_checkpoints() -> None:
     """The list of scores is older than the graph of a layer, so its checkpoint is eager's: said, for each layer."""
     report = compared(Losses(layers=2), sharded)
     assert [skipped.code for skipped in report.skipped] == ["nothing-found"] * 2
-    assert "the graph breaks in what is around it (Unsupported method call" in report.skipped[0].message
+    # torch from 2.14 on names the list in a break of its own.
+    assert re.search("the graph breaks (in what is around it .Unsupported method call|inside it)", report.skipped[0].message)
