@@ -60,15 +60,16 @@ def compile_or_restore(
     except _torch_private.dynamo_control_flow():
         raise
     except Exception as error:
-        if frame is not None and isinstance(error, CompilerError) and frame.traces_data:
-            # A loop that breaks the graph is run by eager mode, which may need no compiler.
+        breaks = isinstance(error, _torch_private.breaks_the_graph())
+        if frame is not None and frame.traces_data and (isinstance(error, CompilerError) or not (assumed or breaks)):
+            # No compiler takes the graph as it was. A loop that breaks it is run by eager mode, which may need no compiler.
             frame.retreat([], [*report.skipped, *(_not_compiled(fused, error) for fused in report.fused)], why=str(error))
-        if frame is not None and isinstance(error, _torch_private.breaks_the_graph()):
+        if frame is not None and breaks:
             # Dynamo would log that the backend is broken, and break the graph; it was moefuse that made it trace this far.
             frame.leave_numbers(first_line(error))
             if frame.traces_data and not assumed:
                 frame.retreat([], report.skipped, why=f"the compiler cannot take the graph ({first_line(error)})")
-        if assumed and isinstance(error, _torch_private.breaks_the_graph()):
+        if assumed and breaks:
             raise
         if frame is not None and assumed:
             text = next(iter(str(error).strip().splitlines()), "")
@@ -83,8 +84,9 @@ def compile_or_restore(
         return compiled
 
 
-def _not_compiled(fused: Fused, error: CompilerError) -> Skipped:
-    detail = f"the compiler cannot take the graph ({error})"
+def _not_compiled(fused: Fused, error: Exception) -> Skipped:
+    why = str(error) if isinstance(error, CompilerError) else f"{type(error).__name__}: {first_line(error)}"
+    detail = f"the compiler cannot take the graph ({why})"
     text = message("not-captured", {"what": "which rows an expert takes", "detail": detail})
     return Skipped("not-captured", text, fused.module, fused.location)
 

@@ -342,6 +342,31 @@ def test_a_compiler_that_fails_says_so_once(
     assert (len(blamed), codes.count("internal-error")) == ((0, 0) if also_as_it_was else (1, 1))
 
 
+def test_a_compiler_that_fails_on_what_only_moefuse_makes_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch from 2.14 on fails on `x + 0` in a checkpoint: such a loop is eager's then, and the report has the compiler's words."""
+
+    def compile_front(gm: torch.fx.GraphModule, *_: Any, **__: Any) -> Any:
+        if any(
+            "moefuse" in str(node.target) or "nonzero" in str(node.target)
+            for m in gm.modules()
+            for node in getattr(m, "graph", gm.graph).nodes
+        ):
+            raise AssertionError("Node sum_6 was invalid, but is output\nand more")
+        return gm.forward
+
+    monkeypatch.setattr(_torch_private, "compile_fx", compile_front)
+    model, x = Checkpointed(), torch.randn(T, H)
+    torch.testing.assert_close(torch.compile(model, backend="moefuse")(x), model(x))
+    (skipped,) = moefuse.last_report().skipped
+    assert skipped.code == "not-captured"
+    assert "the compiler cannot take the graph (AssertionError: Node sum_6 was invalid, but is output)" in skipped.message
+
+
+class Checkpointed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 class Sinc(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.sinc(x)

@@ -186,7 +186,7 @@ def test_requests_of_any_size_in_threads() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert graphs() <= 3
+    assert graphs() <= 6, "three, and each thread may compile what the other one is at"
     assert moefuse.last_report().layers == (2, 2)
 
 
