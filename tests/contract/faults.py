@@ -67,7 +67,7 @@ PORTABLE = [
 ]  # fmt: skip
 KERNELS = [
     Fault("ids below zero are experts", f"{DEVICE}/routing.py", "(raw >= 0) & (raw < E)", "(raw < E)",
-          "edges", "every_edge and triton and no-valid-id"),
+          "edges", "permute_sorts and triton"),
     Fault("halves in the wrong order", f"{DEVICE}/gemm.py", "            gate, up = up, gate\n", "            gate, up = gate, up\n",
           "values", "every_body and triton and interleaved-up-first"),
     Fault("biases of the second half are those of the first", f"{DEVICE}/gemm.py", "(first + n).to(tl.int64) * weights.at.bias_n",
