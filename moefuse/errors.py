@@ -40,7 +40,7 @@ CODES: dict[str, str] = {
     "nothing-found": "the model has {what}, and moefuse has fused nothing: {cause}",
     "excluded": "the module path matches options['exclude']",
     "limit": "options['max_rewrites'] regions were fused already",
-    "context-differs": "the experts run under another grad mode or autocast than their sum: {detail}",
+    "context-differs": "the experts run under another grad mode than their sum: {detail}",
     "transformed": "torch.func transforms the experts here ({name}), and their fused op has no rules for that",
     "not-lowered": "the region is understood, but its replacement does not type-check: {detail}",
     "verification-failed": "the fused op and the original disagree on this model's weights: {detail}",

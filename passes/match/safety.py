@@ -37,8 +37,6 @@ from moefuse.passes.ir.facts import (
     Sum,
     Table,
     Unmasked,
-    View,
-    Weight,
 )
 from moefuse.passes.ir.regions import Region, sources
 from moefuse.passes.match.contexts import differ
@@ -232,9 +230,11 @@ def _computed_in(ctx: Context, region: Region) -> Lost | None:
 
 
 def _modes(ctx: Context, region: Region) -> Lost | None:
-    """Grad mode and autocast are the same for everything that is differentiated, and for the sum."""
+    """Grad mode is the same for everything that is differentiated, and for the sum.
+
+    Autocast need not be: what it does to an operation stands in the dtype of the result, which :func:`_computed_in` asks.
+    """
     mode = ctx.mode[region.anchor]
-    # PEFT switches autocast off for the sum of a weight and its terms; the op computes terms in float32 whatever it is.
     sums = region.nodes - region.whole.nodes if region.whole is not None else frozenset()
     for node in sorted(region.nodes, key=ctx.position.__getitem__):
         value, fact = tensor(node), ctx.facts.get(node)
@@ -244,17 +244,15 @@ def _modes(ctx: Context, region: Region) -> Lost | None:
         if node.meta.get(STATISTIC):
             continue
         here = ctx.mode[node]
-        # A view or a cast computes the same under every autocast.
-        casts = here.casts == mode.casts or isinstance(fact, View | Weight) or node in sums
         # What is added without gradients has none, however it was computed; an accumulator keeps those that it had.
         grads = (
             here.grad == mode.grad or node in sums or (here.grad and not isinstance(fact, Sum | Buffer)) or not _differentiates(ctx, node)
         )
-        if not casts or not grads:
-            return differ(ctx, node, region.anchor, grads=not grads)
+        if not grads:
+            return differ(ctx, node, region.anchor)
     begun = region.base if region.own_writes and not mode.grad else None
     if begun is not None and _requires_grad(begun):  # and still does behind a sum without gradients that is made in it
-        return differ(ctx, begun, region.anchor, grads=True)
+        return differ(ctx, begun, region.anchor)
     return None
 
 

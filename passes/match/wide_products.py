@@ -17,10 +17,11 @@ def notes(ctx: Context, fused: Sequence[Region]) -> list[str]:
     """A note for each fused region that computes in float32 under autocast, as its program does, with the spellings that do not."""
     found = []
     for region in fused:
-        products = [value for e in walk(region.expr) if isinstance(e, Linear) and (value := tensor(e.node)) is not None]
-        if not products or any(value.dtype != torch.float32 for value in products):
+        products = {e.node: value for e in walk(region.expr) if isinstance(e, Linear) and (value := tensor(e.node)) is not None}
+        if not products or any(value.dtype != torch.float32 for value in products.values()):
             continue
-        dtype = autocast_dtype(ctx.mode[region.anchor], products[0].device.type)
+        node, value = next(iter(products.items()))
+        dtype = autocast_dtype(ctx.mode[node], value.device.type)
         if dtype is not None and dtype != torch.float32:
             name = str(dtype).removeprefix("torch.")
             found.append(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -183,6 +185,61 @@ def test_mixed(name: str) -> None:
     for got, want in zip(found, wanted, strict=True):
         assert got.dtype == want.dtype
         torch.testing.assert_close(got, want, rtol=0, atol=2.0**-5 * float(want.abs().max()))
+
+
+class Parts(Layer):
+    """Each part of an expert under an autocast of its own: to bfloat16, off, or the one around it."""
+
+    def __init__(self, parts: dict[str, bool | None]) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def under(self, part: str) -> Any:
+        on = self.parts[part]
+        return contextlib.nullcontext() if on is None else torch.autocast("cpu", torch.bfloat16, enabled=on)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, weights = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            tok, slot = torch.where(ids == e)
+            with self.under("rows"):
+                rows = x[tok]
+            with self.under("up" if e else "first"):
+                gate, up = F.linear(rows, self.w_in[e]).chunk(2, dim=-1)
+            with self.under("middle"):
+                y = F.silu(gate) * up
+            with self.under("down"):
+                y = F.linear(y.to(self.w_out.dtype), self.w_out[e])
+            with self.under("sum"):
+                out.index_add_(0, tok, (y * weights[tok, slot, None]).to(out.dtype))
+        return out
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.usefixtures("fresh_dynamo", "no_code")
+@pytest.mark.parametrize("around", [False, True], ids=["", "in autocast"])
+@pytest.mark.parametrize("other", [None, False, True], ids=["", "others off", "others on"])
+@pytest.mark.parametrize("products", list(itertools.product((None, False, True), repeat=3)), ids=str)
+def test_autocast_of_parts(products: tuple[bool | None, ...], other: bool | None, around: bool) -> None:
+    """What each product computes in counts, and nothing else of the autocasts around the parts.
+
+    Products of several dtypes are refused, of one expert (up and down) or of two.
+    """
+    first, up, down = products
+    parts = {"first": first, "up": up, "down": down, "rows": other, "middle": other, "sum": other}
+    torch.manual_seed(0)
+    made = [Parts(parts), Parts(parts)]
+    made[1].load_state_dict(made[0].state_dict())
+    x = torch.randn(T, H)
+    found, wanted = (_step(call, m, x, around) for call, m in zip((torch.compile(made[0], backend="moefuse"), made[1]), made, strict=True))
+    one = len({around if on is None else on for on in products}) == 1
+    report = moefuse.last_report()
+    assert report is not None
+    assert (len(report.fused), len(report.skipped)) == ((1, 0) if one else (0, 1)), report
+    for got, want in zip(found, wanted, strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=0, atol=2.0 ** (-5 if one else -18) * float(want.abs().max()))
 
 
 @pytest.mark.usefixtures("fresh_dynamo", "no_code")

@@ -130,14 +130,6 @@ class NoGrad(Layer):
         return out
 
 
-class Autocast(Layer):
-    def share(self, out: Tensor, x: Tensor, expert: Any, e: int, tok: Tensor, w: Tensor, slot: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):  # switched here
-            y = expert(x[tok])
-        out.index_add_(0, tok, (y * w).to(out.dtype))
-        return out
-
-
 class Random(Layer):
     def share(self, out: Tensor, x: Tensor, expert: Any, e: int, tok: Tensor, w: Tensor, slot: Tensor) -> Tensor:
         out.index_add_(0, tok, expert(x[tok]) * w + torch.rand(len(tok), H))
@@ -180,7 +172,6 @@ CASES: dict[type[Layer], tuple[str, str]] = {
     FirstSlot: ("missing-experts", "only slot 0 of the 2 that a token has"),
     Stacks: ("missing-experts", "the weights are of 5 in `b`, 4 in `a`"),
     NoGrad: ("context-differs", r"`self.up\(x\)` is computed without gradients \(.*test_messages.py:\d+\), the sum over the experts with"),
-    Autocast: ("context-differs", r"is computed under autocast on cpu to bfloat16 \(.*test_messages.py:\d+\), the sum"),
     Random: ("tokens-differ", "`torch.rand(len(tok), H)` is not a value per row of the same experts"),
     Behind: ("no-rule", "an expert runs on all tokens, and its rows are taken from the result"),
     Products: ("no-rule", "expert rows go through `matmul` in a way that its rule does not read"),

@@ -259,7 +259,7 @@ CASES: dict[str, Case] = {
     "limit": Case(Plain, "options['max_rewrites'] regions were fused already", options=Options(max_rewrites=0), marker="plain"),
     "context-differs": Case(
         ContextDiffers,
-        "the experts run under another grad mode or autocast than their sum: "
+        "the experts run under another grad mode than their sum: "
         "{number} is computed without gradients ({number}), the sum over the experts with gradients",
     ),
     "transformed": Case(Transformed, "torch.func transforms the experts here (grad), and their fused op has no rules for that"),
