@@ -80,9 +80,10 @@ def test_accelerator(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def losses(folder: Path, **arguments: Any) -> list[float]:
+    given = {"use_cpu": True, **arguments}
     settings = TrainingArguments(
-        output_dir=str(folder), max_steps=3, per_device_train_batch_size=2, use_cpu=True, report_to=[], logging_steps=1,
-        save_strategy="no", learning_rate=1e-2, seed=0, disable_tqdm=True, **arguments,
+        output_dir=str(folder), max_steps=3, per_device_train_batch_size=2, report_to=[], logging_steps=1,
+        save_strategy="no", learning_rate=1e-2, seed=0, disable_tqdm=True, **given,
     )  # fmt: skip
     rows = [{"input_ids": row, "labels": row} for row in tiny.tokens(8, 8)]
     trainer = Trainer(model=tiny.build("qwen3_moe"), args=settings, train_dataset=rows)
