@@ -21,15 +21,26 @@ from tests.zoo import tiny
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
 
 DEVICE = "cuda"
-FAMILIES = [("qwen3_moe", False), ("qwen3_moe", True), ("gpt_oss", False), ("deepseek_v3", True)]
-"""And whether autocast is around them."""
+FAMILIES = [
+    ("qwen3_moe", "eager", False),
+    ("qwen3_moe", "eager", True),
+    ("qwen3_moe", "grouped_mm", False),
+    ("qwen3_moe", "batched_mm", True),
+    ("gpt_oss", "eager", False),
+    ("deepseek_v3", "eager", True),
+]
+"""The spelling of the experts, and whether autocast is around them."""
 PLACES = ["model", "experts", "products", "off", "loop off"]
 
 
 @pytest.fixture(autouse=True)
 def _no_state() -> Iterator[None]:
-    """accelerate keeps what it was told in state of the process."""
     yield
+    forget()
+
+
+def forget() -> None:
+    """accelerate keeps what it was told in state of the process."""
     with contextlib.suppress(ImportError):
         from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -133,9 +144,9 @@ def compared(model: nn.Module, ids: Tensor, *, casts: bool = False) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2.0**-4 * float(theirs.abs().max()))
 
 
-@pytest.mark.parametrize(("name", "casts"), FAMILIES)
-def test_transformers(name: str, casts: bool) -> None:
-    model = tiny.build(name, experts_implementation="eager").to(DEVICE).train()
+@pytest.mark.parametrize(("name", "implementation", "casts"), FAMILIES)
+def test_transformers(name: str, implementation: str, casts: bool) -> None:
+    model = tiny.build(name, experts_implementation=implementation).to(DEVICE).train()
     compared(model, tiny.tokens(2, 16).to(DEVICE), casts=casts)
     fused(tiny.FAMILIES[name].layers)
 
@@ -173,6 +184,7 @@ def test_accelerator(precision: str) -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     losses = []
     for backend in ("no", "moefuse"):
+        forget()
         torch.manual_seed(0)
         model = tiny.build("qwen3_moe", experts_implementation="eager")
         accelerator = accelerate.Accelerator(mixed_precision=precision, dynamo_backend=backend)
