@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefuse.passes.prove.surroundings import rms
+from moefuse.runtime.rounding import eps_of
 
 
 class Forced:
@@ -73,9 +74,9 @@ def _insert(value: Node, function: Callable[..., Any], name: str) -> Node:
         return value.graph.call_function(function, (value,))
 
 
-def tolerance(dtype: torch.dtype) -> float:
+def tolerance(dtype: torch.dtype, device: str) -> float:
     """How far two roundings of one value may be apart, as a part of its size."""
-    eps = torch.finfo(dtype).eps
+    eps = eps_of(dtype, device)
     return 1024 * eps if eps < 1e-5 else 32 * eps
 
 
@@ -91,7 +92,7 @@ def close(want: Tensor, got: Tensor, dtype: torch.dtype) -> str:
     size, distance = rms(old), rms(old - new)
     rows = (old - new).reshape(-1, old.shape[-1] if old.dim() else 1)
     worst = float(rows.square().mean(-1).max().sqrt()) if rows.numel() else 0.0
-    few = tolerance(dtype)
+    few = tolerance(dtype, want.device.type)
     if distance > few * size or worst > few * (size + (float(old.abs().max()) if old.numel() else 0.0)):
         return f"it differs by {distance / (size + 1e-30):.2e} of its size"
     return ""

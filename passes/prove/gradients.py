@@ -24,7 +24,7 @@ from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Gate, SlotWeight, Token, held_leaves, walk
 from moefuse.passes.ir.lowrank import in_front
 from moefuse.passes.ir.regions import Region
-from moefuse.passes.prove.surroundings import FAR, lowest, rms
+from moefuse.passes.prove.surroundings import far, rms, rounding
 
 _EVERY = 4
 """Every how many rows of tokens one is zeros."""
@@ -60,7 +60,7 @@ class Graded:
             ours: tuple[Tensor | None, ...] = (None,) * len(given)
             if fused.requires_grad:
                 ours = torch.autograd.grad(fused, given, grad.reshape(fused.shape).to(fused), allow_unused=True)
-        eps = torch.finfo(lowest(self.region, original.dtype)).eps
+        eps = rounding(self.region, original)
         for node, *pair in zip(self.wanted, theirs, ours, strict=True):
             rows = self._rows(node, self.leaves[node].detach()).double()
             a, b = (torch.zeros_like(rows) if g is None else self._chosen(node, rows, g.reshape(rows.shape).double()) for g in pair)
@@ -116,7 +116,7 @@ def _unlike(theirs: Tensor, ours: Tensor, eps: float, usual: float) -> str:
     part = (a - b).square().mean(-1).sqrt() / size
     if not part.numel():
         return ""
-    if not float(part.median()) <= 2 * FAR * eps:
+    if not float(part.median()) <= 2 * far(eps):
         return f"rows differ by {float(part.median()):.2e} of their size"
     others = part > _OTHER
     allowed = 0 if eps < _FINE else int(_SOME * len(part))

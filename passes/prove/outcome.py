@@ -97,7 +97,9 @@ def _gradient_differences(want: Outcome, got: Outcome, regions: Sequence[Region]
         dtype = max((old.dtype, *lows), key=lambda d: torch.finfo(d).eps)
         distance, size = rms((old - new).double()), rms(old.double())
         # What cancels (a router's bias in front of a softmax) has nothing but rounding left.
-        if not distance <= tolerance(dtype) * size + 4 * torch.finfo(dtype).eps * largest or (got.gradients.get(name) is None and size > 0):
+        if not distance <= tolerance(dtype, old.device.type) * size + 4 * torch.finfo(dtype).eps * largest or (
+            got.gradients.get(name) is None and size > 0
+        ):
             detail = "it is gone" if got.gradients.get(name) is None else f"it differs by {distance / (size + 1e-30):.2e} of its size"
             yield f"the gradient of `{name}`", detail
 

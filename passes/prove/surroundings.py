@@ -21,9 +21,10 @@ from moefuse.passes.ir.expr import Cast, computed_in, held_leaves, walk, weight_
 from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.prove.replay import Run
+from moefuse.runtime.rounding import eps_of
 
-FAR = 512.0
-"""So many roundings a sum may be from its value in float64."""
+_COARSE = 1e-5
+"""Larger roundings than those of float32."""
 CODE = 0.125
 """So far two results may be apart, of their size, whose projections round activations: less than if every one had the next code."""
 
@@ -71,8 +72,8 @@ class Around:
         if old.shape != new.shape or old.dtype != new.dtype:
             return f"and is {list(old.shape)} {old.dtype}, not {list(new.shape)} {new.dtype}"
         distance, size = rms(old.double() - new.double()), rms(old.double()) + 1e-30
-        far = not distance <= (2 * FAR * torch.finfo(lowest(self.region, old.dtype)).eps + codes(self.region)) * size
-        return f"and differs from it by {distance / size:.2e} of its size" if far else ""
+        allowed = 2 * far(rounding(self.region, old)) + codes(self.region)
+        return "" if distance <= allowed * size else f"and differs from it by {distance / size:.2e} of its size"
 
     def _accumulated(self, node: Node) -> bool:
         """Whether a leaf is the accumulator: whoever reads it behind the region reads the result, or nobody does."""
@@ -148,6 +149,20 @@ def rounded(region: Region) -> Lost | None:
             detail = f"the program rounds to it inside experts that compute in {wide}"
             return Lost("dtype-unsupported", e.node, {"dtype": narrow, "detail": detail})
     return None
+
+
+def far(eps: float) -> float:
+    """How far a result may be from its value in float64, of its size, that is rounded by ``eps``.
+
+    Long sums are made in float32, and have the roundings of each step; those of 16 bits and of tf32 have the ones of what is summed.
+    (512 of them in 16 bits would be any result at all.)
+    """
+    return 512 * eps if eps < _COARSE else 4 * eps
+
+
+def rounding(region: Region, out: torch.Tensor) -> float:
+    """The coarsest rounding of what a region computes, with the leave that products of float32 have on its device."""
+    return eps_of(lowest(region, out.dtype), out.device.type)
 
 
 def lowest(region: Region, out: torch.dtype) -> torch.dtype:

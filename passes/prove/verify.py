@@ -34,12 +34,11 @@ from moefuse.passes.ir.regions import Region
 from moefuse.passes.prove.gradients import Graded, comparable
 from moefuse.passes.prove.replay import replay
 from moefuse.passes.prove.shown import Shown
-from moefuse.passes.prove.surroundings import FAR, Around, codes, lowest, rms
+from moefuse.passes.prove.surroundings import Around, codes, far, rms, rounding
 from moefuse.passes.prove.synthetic_inputs import Inputs
 
 _SAMPLE = 64
 _DRAWS = 16  # of tokens, where a few of them do not settle it
-_EXACT = 1e-4  # of its size, a result whose sums were made in float32
 
 
 @dataclass(frozen=True)
@@ -79,15 +78,15 @@ def verify(
         original = replay(around.before, values, leaves, bodies)
         fused = replay(around.after, values, leaves, bodies)
         found = _compare(region, values, weight, leaves, original.value(region.anchor), fused.value(result))
-        return found if isinstance(found, str) else around.seen(original, fused, result) or found
+        return found if isinstance(found, str) or found.problem else around.seen(original, fused, result) or found
 
     worst = 0.0
     for kind in ("random", "one", "random"):
         found = _settled(probe, kind)
         if isinstance(found, str):
             return Verdict(float("inf"), found)
-        if found.ours > found.allowed:
-            return Verdict(found.ours / found.allowed, str(found))
+        if found.problem:
+            return Verdict(max(found.ours / found.allowed, 1.0), found.problem)
         worst = max(worst, found.ours / found.allowed)
     problem = _gradients(values, around, result, bodies) if comparable(ctx, region) else ""
     return Verdict(float("inf") if problem else worst, problem)
@@ -127,14 +126,25 @@ class Errors:
     def allowed(self) -> float:
         return 1.1 * self.theirs + max(4 * self.eps, self.codes)
 
-    def __str__(self) -> str:
-        return f"error {self.ours:.2e} of the result's size, the original has {self.theirs:.2e}"
+    @property
+    def differs(self) -> bool:
+        """Whether the original is no rounding of its recognised meaning."""
+        return not self.theirs <= far(self.eps) + 2 * self.codes
+
+    @property
+    def problem(self) -> str:
+        """What is wrong beyond rounding, or an empty text."""
+        if self.differs:
+            return f"the original differs from its recognised meaning by {self.theirs:.2e} of its size"
+        if not self.ours <= self.allowed:
+            return f"error {self.ours:.2e} of the result's size, the original has {self.theirs:.2e}"
+        return ""
 
 
 def _settled(probe: Callable[[str], Errors | str], kind: str) -> Errors | str:
     """The errors of one kind of routing. On few rows either may be luck: where that decides, more tokens are drawn."""
     found = probe(kind)
-    if isinstance(found, str) or found.ours <= found.allowed or found.rows >= _SAMPLE:
+    if isinstance(found, str) or not found.problem or found.rows >= _SAMPLE:
         return found
     every = [found]
     for _ in range(min(-(-_SAMPLE // found.rows), _DRAWS) - 1):
@@ -153,7 +163,7 @@ def _compare(
 ) -> Errors | str:
     """Errors against the reference, or what is wrong beyond rounding."""
     tokens = values.num_tokens * (region.routing.top_k if region.per_slot else 1)
-    eps = torch.finfo(lowest(region, original.dtype)).eps
+    eps = rounding(region, original)
     if tuple(original.shape) != tuple(fused.shape) or original.dtype != fused.dtype:
         return f"{list(original.shape)} {original.dtype} became {list(fused.shape)} {fused.dtype}"
     if tokens == 0:
@@ -167,20 +177,14 @@ def _compare(
 
     truth = _truth(region, values, weight, leaves, sample, loose=loose)
     by_codes = math.sqrt(float(loose.mean())) / (rms(truth) + 1e-30)
-    rounds = codes(region) > 0
-    far = FAR * eps if not rounds else min(FAR * eps, max(4 * eps, _EXACT)) + 2 * by_codes
-    theirs = error(flat, truth)
-    if not theirs <= far:
-        return f"the original differs from its recognised meaning by {theirs:.2e} of its size"
-    if region.unrounded:
-        truth, by_codes = _truth(region, values, weight, leaves, sample, unrounded=True), 0.0
-        far, theirs = min(FAR * eps, max(4 * eps, _EXACT)), error(flat, truth)
-    found = Errors(len(sample), theirs, error(new, truth), eps, by_codes, rms(truth))
-    if not found.ours <= (far if rounds else 2 * far):
-        return str(found)
-    distance = rms(flat - new)
-    if not distance <= (2 * FAR * eps + codes(region)) * (rms(flat) + 1e-30):
-        return f"tokens outside the sample differ by {distance / (rms(flat) + 1e-30):.2e} of the result's size"
+    found = Errors(len(sample), error(flat, truth), error(new, truth), eps, by_codes, rms(truth))
+    if region.unrounded and not found.differs:
+        truth = _truth(region, values, weight, leaves, sample, unrounded=True)
+        ours = error(new, truth)
+        found = Errors(len(sample), far(eps) if ours <= far(eps) else 0.0, ours, eps, 0.0, rms(truth))
+    distance, size = rms(flat - new), rms(flat) + 1e-30
+    if tokens > len(sample) and not distance <= (2 * far(eps) + codes(region)) * size:
+        return f"tokens outside the sample differ by {distance / size:.2e} of the result's size"
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -133,6 +134,68 @@ def test_a_result_that_is_next_to_nothing_does_not_settle_it() -> None:
 def test_a_wrong_meaning_in_a_further_draw_is_a_refusal() -> None:
     found = iter([verify.Errors(2, 1e-7, 9e-7, 1e-7), "the original differs"])
     assert verify._settled(lambda _: next(found), "random") == "the original differs"
+
+
+MISREAD: dict[str, Any] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "mish": F.mish,
+    "1.1 silu": lambda x: 1.1 * F.silu(x),
+    "silu(1.05 x)": lambda x: F.silu(1.05 * x),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("program", MISREAD.values(), ids=MISREAD)
+def test_a_misreading_is_found_in_every_dtype(program: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read as silu computes something else. 512 roundings of 16 bits, the allowance of long sums in float32, hid that."""
+    run = verify.replay
+
+    def computed(x: Tensor) -> Tensor:
+        return program(x)  # type: ignore[no-any-return]
+
+    def replay(nodes: Any, *args: Any) -> Any:
+        for node in nodes:
+            node.target = computed if node.target is F.silu else node.target
+        return run(nodes, *args)
+
+    monkeypatch.setattr(verify, "replay", replay)
+    light = Light()
+    with torch.no_grad():
+        torch.compile(wide(dtype), backend=light)(torch.randn(40, 64, dtype=dtype))
+    (skipped,) = light.skipped
+    assert skipped.code == "verification-failed"
+    assert "the original differs from its recognised meaning by" in skipped.message
+
+
+def wide(dtype: torch.dtype) -> Layer:
+    """A layer of more than a few numbers, so that sums are sums."""
+    layer = Layer()
+    layer.gate = nn.Linear(64, 8)
+    layer.w_in, layer.w_out = nn.Parameter(torch.randn(8, 96, 64) / 8), nn.Parameter(torch.randn(8, 64, 48) / 7)
+    return layer.to(dtype)
+
+
+def _tf32(x: Tensor) -> Tensor:
+    return ((x.detach().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize("leave", [False, True], ids=["", "leave"])
+@pytest.mark.parametrize("trained", [False, True], ids=["inference", "training"])
+def test_products_that_are_rounded_to_tf32(trained: bool, leave: bool) -> None:
+    """As on a GPU with ``torch.set_float32_matmul_precision("high")``, which Trainer sets for whoever compiles: no misreading."""
+    light, setting = Light(), torch.backends.mkldnn.matmul
+    setting.fp32_precision = "tf32" if leave else "ieee"
+    try:
+        with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            library.impl("bmm", lambda a, b: torch.bmm(_tf32(a), _tf32(b), out=a.new_empty(len(a), a.shape[1], b.shape[2])), "CPU")
+            with torch.set_grad_enabled(trained):
+                torch.compile(wide(torch.float32), backend=light)(torch.randn(40, 64))
+    finally:
+        setting.fp32_precision = "none"
+    assert len(light.fused) == leave
+    assert [s.code for s in light.skipped] == ([] if leave else ["verification-failed"])
 
 
 def test_dynamic_sizes_add_no_guard() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moefuse.kernels.triton.config import SHARED_BYTES
 from moefuse.kernels.triton.launch.launch import INTERPRETED
-from moefuse.kernels.triton.launch.player import tf32_allowed
 from moefuse.ops.meaning.call import Body
+from moefuse.runtime.rounding import tf32_allowed
 
 Lists = tuple[Sequence[Tensor], ...]
 """w_in, w_up, w_out, b_in, b_up, b_out."""

@@ -22,6 +22,7 @@ from moefuse.kernels.triton.launch.driver_launch import SWITCH, driver
 from moefuse.kernels.triton.launch.operations import types_of
 from moefuse.machine import cache_folder, environment, slow_paths
 from moefuse.runtime import native, providers
+from moefuse.runtime.rounding import tf32_allowed
 
 log = logging.getLogger(__name__)
 
@@ -157,11 +158,6 @@ def _start() -> None:
         # No compiler, a read-only cache folder, a torch without the interface, ...: the Python ops stay.
         log.debug("ops on CUDA are launched from Python: %s", first_line(error))
         slow_paths.taken(SLOW, native.problem(FOLDER) or first_line(error))
-
-
-def tf32_allowed() -> bool:
-    """Whether products of float32 may be rounded to tf32. (``allow_tf32``, the older name, raises where this one was set.)"""
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def _callback() -> Any:

@@ -11,10 +11,10 @@ from moefuse.kernels.triton.host.layout import DTYPES
 from moefuse.kernels.triton.host.plan import Plan
 from moefuse.kernels.triton.launch import player
 from moefuse.kernels.triton.launch.launch import INTERPRETED
-from moefuse.kernels.triton.launch.player import tf32_allowed
 from moefuse.kernels.triton.launch.recorded import recorded
 from moefuse.kernels.triton.provide import library, training
 from moefuse.ops.meaning.call import ExpertsCall
+from moefuse.runtime.rounding import tf32_allowed
 
 NAME = "triton"
 DEVICE = "cpu" if INTERPRETED else "cuda"
