@@ -206,5 +206,6 @@ def _given_up(metrics: Iterable[Any]) -> list[str]:
         if metric.fail_type in (None, "SkipFrame"):
             continue
         place = f" at {metric.fail_user_frame_filename}:{metric.fail_user_frame_lineno}" if metric.fail_user_frame_filename else ""
-        texts.append(f"{in_words(metric.fail_reason or metric.fail_type)} (all of {_function(metric.co_name)} runs in eager){place}")
+        code = "a function" if metric.co_name is None else _function(metric.co_name)
+        texts.append(f"{in_words(metric.fail_reason or metric.fail_type)} (all of {code} runs in eager){place}")
     return texts

@@ -111,7 +111,7 @@ def _open_one(run: _Run, gm: GraphModule, op: Node, known: Sequence[Node]) -> li
     if root in known or _is_dispatched(root):
         return []
     stack = op.meta.get("nn_module_stack")
-    module = run.names.of(stack) if stack else run.names.frame or ""
+    module = run.names.of(stack) if stack else run.names.around(run.example_inputs)
     choice = _choice(run, op, root, module)
     if isinstance(choice, str):
         run.found.closed[module] = choice

@@ -63,6 +63,10 @@ class ModuleNames:
                 return self.run(_joined(name, _behind(source_path(source), innermost)))
         return innermost if self.frame is None else _joined(self.frame, innermost)
 
+    def around(self, example_inputs: Sequence[object]) -> str:
+        """The module of what no module inside of the frame runs: the frame's, or the one that all parameters among its inputs belong to."""
+        return self.frame if self.frame is not None else _owner(self, example_inputs)
+
     def run(self, name: str) -> str:
         """The module that runs what is in the one of this name: of a list of modules, which has no forward, the module around it."""
         while name and self._is_list(name):
@@ -117,7 +121,7 @@ def _is_still(root: nn.Module, name: str | None, number: int) -> bool:
 def annotate(gm: torch.fx.GraphModule, names: ModuleNames, example_inputs: Sequence[object] | None) -> None:
     """Note at every node of a graph, bodies included, which module ran it."""
     known: dict[tuple[str, str], str] = {}
-    default = names.frame if names.frame is not None else _owner(names, example_inputs or ())
+    default = names.around(example_inputs or ())
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             stack: _Stack | None = node.meta.get("nn_module_stack")

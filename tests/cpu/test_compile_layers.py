@@ -67,6 +67,28 @@ def test_one_graph_for_all_layers_and_sizes(kind: type[nn.Module]) -> None:
 
 
 @pytest.mark.usefixtures("no_code")
+def test_routing_by_layer() -> None:
+    """Layers that share a graph have their own names in what is captured, and take ids that a whole model was given."""
+    model = Around(layers.Stacked)
+    x, whole = torch.randn(5, layers.H), copy.deepcopy(model)
+    names = moefuse.compile_layers(model)
+    whole.compile(backend="moefuse")
+    with torch.no_grad():
+        with moefuse.capture_routing(model) as routing:
+            expected = model(x)
+        assert list(routing) == names
+        other = {name: [ids.flip(0) for ids in calls] for name, calls in routing.items()}
+        for each in (model, whole):
+            with moefuse.replay_routing(each, routing):
+                torch.testing.assert_close(each(x), expected)
+            with moefuse.replay_routing(each, [calls[0] for calls in other.values()]):
+                found = each(x)
+            with moefuse.replay_routing(each, other):
+                assert torch.equal(each(x), found)
+            assert not torch.allclose(found, expected)
+
+
+@pytest.mark.usefixtures("no_code")
 def test_training() -> None:
     """As torch compiles it: one graph for 0, for 1, and for more tokens, where these have a gradient (behind the first layer) or not."""
     model = Around(layers.Stacked).double()
