@@ -81,7 +81,9 @@ class Operands:
         ids = self.emit(torch.Tensor.to, self.rows_of_ids(routing), torch.int64)
         assert routing.kept is not None
         by_slot = routing.by_slot
-        entry = self.matrix(routing.kept, routing.top_k) if by_slot else self.emit(torch.gather, routing.kept, 1, self.within(ids))
+        width = routing.top_k if by_slot else shape_of(fake(routing.kept))[-1]
+        entry = self.matrix(routing.kept, width)
+        entry = entry if by_slot else self.emit(torch.gather, entry, 1, self.within(ids))
         left = self.emit(torch.ne, entry, 0) if routing.above is None else self.emit(torch.gt, entry, routing.above)
         return self.emit(torch.where, left, ids, -1)
 

@@ -158,6 +158,7 @@ def slice_of(ctx: Context, region: Region) -> set[Node]:
             continue
         seen.add(node)
         stack.extend(_read_by(ctx, node))
+        stack.extend(i for i in node.all_input_nodes if isinstance(ctx.facts.get(i), Rows))  # of ``zeros_like(x[mask])`` the number of rows
         for name in ctx.memory.storages(node):
             stack.extend(w for w in ctx.writes.get(name, ()) if ctx.position[w] <= last and name not in kept)
     return seen | own

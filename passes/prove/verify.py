@@ -221,7 +221,8 @@ def _ids(region: Region, leaves: dict[Node, Any], sample: torch.Tensor, shared: 
     if region.routing.by_slot:
         entry = leaves[region.routing.kept].reshape(-1, top_k)[sample // shared]
     else:
-        entry = leaves[region.routing.kept][sample // (region.routing.top_k if region.per_slot else shared)].gather(1, ids)
+        table = leaves[region.routing.kept].flatten(0, -2)
+        entry = table[sample // (region.routing.top_k if region.per_slot else shared)].gather(1, ids)
     return torch.where(entry != 0 if region.routing.above is None else entry > region.routing.above, ids, -1)
 
 

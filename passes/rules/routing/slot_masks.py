@@ -19,6 +19,7 @@ from moefuse.passes.ir.expr import Cast, Expr, Gate, SlotWeight, Token
 from moefuse.passes.ir.facts import Domain, Index, Mask, Routing, Rows, Selection, SlotMask
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.ids import is_slot_weight
+from moefuse.passes.rules.routing.masks import constant
 
 _ALL = slice(None, None, None)
 
@@ -128,7 +129,7 @@ def cast(mask: SlotMask, node: Node, dtype: torch.dtype) -> SlotMask:
 
 def kept(ctx: Context, mask: SlotMask, keep: Any, other: Any) -> SlotMask | None:
     """``torch.where(ids[tok] == e, w[tok], 0)``."""
-    zero = isinstance(other, int | float) and other == 0
+    zero = constant(ctx, other) == 0
     return weighted(replace(mask, negated=False), ctx.fact(keep)) if zero else None
 
 

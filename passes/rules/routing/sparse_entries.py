@@ -63,9 +63,11 @@ def of_table(ctx: Context, old: Routing, table: View, *, above: float) -> Routin
 
 
 def _whole_table(table: Table) -> bool:
-    """Whether the table that a column is of, or that it is, is [tokens, E]."""
-    kinds = [{a.kind for a in axis} for axis in (table.axes if table.expert is None else table.root_axes)]
-    return kinds == [{"t"}, {"e"}] and len(table.routing.tokens) == 1
+    """Whether the table that a column is of, or that it is, is [tokens, E], or [batch, sequence, E] of as many dimensions as ids have."""
+    *lead, last = table.axes if table.expert is None else table.root_axes
+    tokens = [a.index for axis in lead for a in axis if a.kind == "t"]
+    plain = all({a.kind for a in axis} == {"t"} for axis in lead) and {a.kind for a in last} == {"e"}
+    return plain and len(lead) == len(table.routing.tokens) and tokens == sorted(tokens)
 
 
 def compared(ctx: Context, node: Node, found: Mask | Table, *, above: float | None) -> Mask | Table | None:
