@@ -259,6 +259,8 @@ def common_leaf(leaves: list[Leaf], experts: list[int]) -> Leaf:
     """
     first, held = leaves[0], _common_held(leaves, experts)
     for e, leaf in zip(experts, leaves, strict=True):
+        if leaf.parts != first.parts:
+            raise DifferError(e, "it has a list of weights of its own")
         if leaf.stacked != first.stacked or leaf.order != first.order:
             raise DifferError(e, "its weight is stored in another layout")
         if leaf.stacked and leaf.source is not first.source:
@@ -266,6 +268,8 @@ def common_leaf(leaves: list[Leaf], experts: list[int]) -> Leaf:
         if leaf.stacked and leaf.expert is not None and leaf.expert != e:
             raise DifferError(e, f"uses the weight of expert {leaf.expert}")
         _check_shape(e, leaf, first)
+    if first.parts:  # the same list of all experts, as each slot of a token has it
+        return first
     if first.stacked:
         return Leaf(first.source, True, None, first.order, held=held)
     return Leaf(first.source, False, None, first.order, tuple(leaf.source for leaf in leaves), held=held)

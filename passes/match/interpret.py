@@ -31,14 +31,16 @@ def interpret(graph: Graph, given: Given | None = None) -> Context:
 
 
 def per_slot_results(ctx: Context) -> frozenset[Node]:
-    """Where sorted rows of experts are put back to their slots, and no sum over the slots of a token ever reads them."""
+    """Where sorted rows of experts are put back to their slots, or the chosen ones of all taken, and no sum over slots ever reads them."""
     found = {}
     for node, fact in ctx.facts.items():
         if isinstance(fact, Rows) and fact.domain.name == "slots" and has_linear(fact.expr):
             before = [f for f in map(ctx.facts.get, node.all_input_nodes) if isinstance(f, Rows)]
-            if any(f.domain.name == "sorted" and f.expr is fact.expr for f in before):
+            if any(f.domain.name in ("sorted", "dense") and f.expr is fact.expr for f in before):
                 found[node] = fact.expr
-    summed = {id(e) for f in ctx.facts.values() if isinstance(f, Combined) for e in walk(f.rows.expr)} if found else set()
+    sums = (f for f in ctx.facts.values() if isinstance(f, Combined | Sum)) if found else ()
+    rows = (p.rows for f in sums for p in (f.parts if isinstance(f, Sum) else (f,)))
+    summed = {id(e) for each in rows for e in walk(each.expr)}
     return frozenset(node for node, expr in found.items() if id(expr) not in summed)
 
 

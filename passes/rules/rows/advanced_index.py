@@ -129,7 +129,7 @@ def by_ids(ctx: Context, base: View, ids: View) -> Finding:
 
 
 def chosen_outputs(ctx: Context, base: Rows, items: list[Any], indices: list[Any]) -> Rows | None:
-    """``y[arange(T)[:, None], ids]`` (or with the expert dimension first): the outputs of the chosen experts."""
+    """``y[arange(T)[:, None], ids]`` (or with the expert dimension first), ``y[arange(T), ids[:, k]]``: the outputs of the chosen experts."""
     kinds = ["".join(sorted({a.kind for a in axis})) for axis in base.axes[:2]]
     if sorted(kinds) != ["e", "t"]:
         return None
@@ -138,7 +138,8 @@ def chosen_outputs(ctx: Context, base: Rows, items: list[Any], indices: list[Any
     roles = role_axes(ids, routing) if routing is not None else None
     if routing is None or roles is None or not isinstance(numbers, Range) or not same(numbers.size, routing.num_tokens):
         return None
-    if len(roles) != 2 or len(numbers.axes) != 2 or numbers.axes[1] or [a.kind for a in roles[0]] != ["t"] or len(routing.tokens) != 1:
+    own = [{a.kind for a in axis} for axis in numbers.axes]
+    if len(roles) != len(own) or own[1:] not in ([], [set()]) or [a.kind for a in roles[0]] != ["t"] or len(routing.tokens) != 1:
         return None
     if base.domain.routing is not None and base.domain.routing is not routing:
         return None
