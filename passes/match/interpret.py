@@ -11,6 +11,7 @@ from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.masked_totals import STATISTIC
 from moefuse.passes.graph.named import named, placed
 from moefuse.passes.graph.op_classes import METADATA
+from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.state import ComputedDimError, Context, Given, out_shape, shows_the_same
 from moefuse.passes.infer.symbolic_sizes import refine
 from moefuse.passes.infer.unpacking import is_unpacked
@@ -31,17 +32,30 @@ def interpret(graph: Graph, given: Given | None = None) -> Context:
 
 
 def per_slot_results(ctx: Context) -> frozenset[Node]:
-    """Where sorted rows of experts are put back to their slots, or the chosen ones of all taken, and no sum over slots ever reads them."""
+    """Where rows of experts are back in their slots, and no sum over slots ever reads them.
+
+    They were sorted, or the chosen ones are taken of all; or gathered weights made them for tokens with one expert.
+    """
     found = {}
     for node, fact in ctx.facts.items():
         if isinstance(fact, Rows) and fact.domain.name == "slots" and has_linear(fact.expr):
             before = [f for f in map(ctx.facts.get, node.all_input_nodes) if isinstance(f, Rows)]
-            if any(f.domain.name in ("sorted", "dense") and f.expr is fact.expr for f in before):
+            taken = any(f.domain.name in ("sorted", "dense") and f.expr is fact.expr for f in before)
+            if taken or (_of_one(fact) and not any(_goes_on(ctx.facts.get(user)) for user in node.users)):
                 found[node] = fact.expr
     sums = (f for f in ctx.facts.values() if isinstance(f, Combined | Sum)) if found else ()
     rows = (p.rows for f in sums for p in (f.parts if isinstance(f, Sum) else (f,)))
     summed = {id(e) for each in rows for e in walk(each.expr)}
     return frozenset(node for node, expr in found.items() if id(expr) not in summed)
+
+
+def _of_one(rows: Rows) -> bool:
+    """Whether each token has one row, so that there is nothing to sum."""
+    return rows.domain.routing is not None and same(rows.domain.routing.top_k, 1)
+
+
+def _goes_on(fact: Any) -> bool:
+    return isinstance(fact, Sum | Combined) or (isinstance(fact, Rows) and has_linear(fact.expr))
 
 
 def _interpret(graph: Graph, given: Given | None, ends: frozenset[Node]) -> Context:

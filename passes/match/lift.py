@@ -150,7 +150,8 @@ def _target_of_write(ctx: Context, node: Node, fact: Any) -> bool:
     """Whether a holder only holds the fact because a later operation wrote to it."""
     call = ctx.calls[node]
     writes = ctx.writes.get(ctx.storage[node], ())
-    return call is not None and not call.inplace and any(ctx.facts.get(w) is fact for w in writes)
+    ended = ctx.finished.get(id(fact), (None, []))[1]
+    return call is not None and not call.inplace and any(ctx.facts.get(w) is fact or w in ended for w in writes)
 
 
 def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | None:
