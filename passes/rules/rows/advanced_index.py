@@ -129,7 +129,7 @@ def by_ids(ctx: Context, base: View, ids: View) -> Finding:
 
 
 def chosen_outputs(ctx: Context, base: Rows, items: list[Any], indices: list[Any]) -> Rows | None:
-    """``y[arange(T)[:, None], ids]`` (or with the expert dimension first), ``y[arange(T), ids[:, k]]``: the outputs of the chosen experts."""
+    """``y[arange(T)[:, None], ids]``, ``y[arange(T), ids[:, k]]`` (or the expert dimension first): the outputs of the chosen experts."""
     kinds = ["".join(sorted({a.kind for a in axis})) for axis in base.axes[:2]]
     if sorted(kinds) != ["e", "t"]:
         return None

@@ -40,7 +40,8 @@ def take_tokens(ctx: Context, node: Node, x: Node, base: View, chosen: Selection
             node,
             detail=f"{counted(extent(token_axes[0]))} rows are indexed by {counted(chosen.routing.num_tokens)} tokens",
         )
-    expr = token(node, base, list(token_axes), list(features))
+    spread = any(a.kind == "b" and not same(a.size, 1) for a in token_axes[0])  # one of a sequence for each of its tokens
+    expr = None if spread else token(node, base, list(token_axes), list(features))
     if expr is None and type(base) is View:
         # Its tokens are no leading dimensions of what it is a view of (``images.flatten(2).transpose(1, 2)`` of one): read as it is.
         base = View(fresh(out_shape(x)), x)
