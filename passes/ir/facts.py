@@ -303,10 +303,11 @@ class Hit(Fact):
 
 @dataclass(frozen=True, eq=False)
 class Present(Fact):
-    """The experts that some slot chose, each once, out of ``count``."""
+    """The experts that some slot (or slot ``slot``) chose, each once, out of ``count``."""
 
     routing: Routing
     count: int
+    slot: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -193,7 +193,7 @@ def _chosen(ctx: Context, a: Assumption) -> Chosen | None:
     if isinstance(fact, Many) and isinstance(fact.items[0], Present):
         fact = fact.items[0]  # ``torch.unique(ids, return_counts=True)``
     if isinstance(fact, Present) and a.kind == "row" and int(a.row) < fact.count and ctx.storage[a.subject] not in ctx.writes:
-        return fact.routing, a.row if a.row_node is None else RowNumber(a.row, a.row_node), None
+        return fact.routing, a.row if a.row_node is None else RowNumber(a.row, a.row_node), fact.slot
     if not isinstance(fact, Hit) or ctx.storage[a.subject] in ctx.writes:
         return None
     if a.kind == "end":

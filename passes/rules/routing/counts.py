@@ -10,12 +10,13 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.op_classes import CASTS, COPIES, RESHAPES, TURNS
+from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.ranges import holds, interval
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.infer.symbolic_sizes import refine, settle
-from moefuse.passes.ir.axes import Atom
-from moefuse.passes.ir.facts import Counts, Finding, Many, Occurring, Present, Range, Routing, Sorted, View
+from moefuse.passes.ir.axes import Atom, atoms, extent
+from moefuse.passes.ir.facts import Column, Counts, Finding, Many, Occurring, Present, Range, Routing, Sorted, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.ids import all_of_them, is_integer, out_length, role_axes
 from moefuse.passes.rules.routing.masks import counted
@@ -71,17 +72,25 @@ def _all_ids(ctx: Context, x: Node) -> Routing | None:
     return routing if routing is not None and all_of_them(role_axes(fact, routing), routing) else None
 
 
+def _of_slot(ctx: Context, column: Column) -> Routing | None:
+    """The routing of which a tensor has the ids of one slot, of every token."""
+    routing = routing_of(ctx, column.base)
+    return routing if routing is not None and same(extent(atoms(column.axes)), routing.num_tokens) else None
+
+
 @rule("unique", "unique_consecutive", shown=("sorted",))
 def on_unique(ctx: Context, node: Node, ids: Node, *, return_counts: bool = False) -> Finding:
     """``ids.unique()``, where the ids are known to be below some number; of sorted ids also those that differ from the one before."""
     if ctx.calls[node].name == "unique_consecutive" and not isinstance(ctx.fact(ids), Sorted):  # type: ignore[union-attr]
         return None
-    routing = _all_ids(ctx, ids)
+    column = ctx.fact(ids)
+    slot = column.slot if isinstance(column, Column) and is_integer(ids) else None
+    routing = _all_ids(ctx, ids) if slot is None else _of_slot(ctx, column)  # type: ignore[arg-type]
     count = routing.choices if routing is not None else None
     if routing is None or not isinstance(count, int):
         return None
     # Of numbers that belong to whoever occurs nobody knows whose the first one is.
-    found = Present(((Atom("r", 0, out_length(node)),),), routing, count)
+    found = Present(((Atom("r", 0, out_length(node)),),), routing, count, slot)
     return Many((found, None)) if return_counts else found
 
 

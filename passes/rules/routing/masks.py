@@ -257,6 +257,8 @@ def on_nonzero(ctx: Context, node: Node, x: Node, as_tuple: bool = False) -> Fin
     fact = ctx.fact(x)
     if by_expert.is_map(fact):
         return by_expert.listed(ctx, node, fact, as_tuple=as_tuple)
+    if isinstance(fact, SlotMask):
+        return _slots_of_rows(node, fact) if as_tuple else None
     if isinstance(fact, Table) and fact.expert is None:
         return None if as_tuple else sparse_entries.listed(ctx, node, fact)
     if fact.weight is not None if isinstance(fact, Mask) else isinstance(fact, Table) and not fact.ones:
@@ -269,6 +271,13 @@ def on_nonzero(ctx: Context, node: Node, x: Node, as_tuple: bool = False) -> Fin
         rows: Axis = (Atom("r", 0, out_length(node)),)
         return Many(tuple(Index((rows,), chosen, c) for c in columns))
     return IndexMatrix((row_axis(node), (Atom("d", 1, len(columns)),)), chosen, columns)
+
+
+def _slots_of_rows(node: Node, mask: SlotMask) -> Many | None:
+    """``torch.where(ids[tok] == e)``: behind the rows the slot of each, where each has one."""
+    if mask.weight is not None or mask.negated or not mask.selection.routing.distinct:
+        return None
+    return Many((None, Index(((Atom("r", 0, out_length(node)),),), mask.selection, "slot")))
 
 
 @rule("nonzero_numpy")
