@@ -185,7 +185,7 @@ def _order(fact: Any) -> Order | None:
 
 def _selection(fact: Any) -> Selection | None:
     """The rows of one expert, of which a tensor has as many."""
-    first = fact.items[0] if isinstance(fact, Many) and fact.items else fact
+    first = next((item for item in fact.items if item is not None), None) if isinstance(fact, Many) else fact
     return first.domain.selection if isinstance(first, Rows) else getattr(first, "selection", None)
 
 
