@@ -53,6 +53,10 @@ class Guards:
             self._env[node] = value(before)
         return True
 
+    def jumped(self, node: Node) -> bool:
+        """Whether a node has no value, for it was jumped over."""
+        return node in self._jumped
+
     def _number(self, node: Node, guard: Assumption) -> bool:
         """As :func:`jump`: a number that the guarded code leaves stays what it was, rows that are not there are none, and a number of
         numbers is one without rows, too."""
