@@ -158,7 +158,7 @@ def _classified(ctx: Context, node: Node, domain: Domain, view: View, dims: dict
     if feature and one_token and value is not None and value.dim() > 1:
         return Token(node, view.root, int(value.shape[-1]))
     if not feature and _only_slot(domain, view.root):
-        return SlotWeight(node, view.root)
+        return SlotWeight(node, view.root, column=_table_of(view))
     return SharedVector(node, view.root)
 
 

@@ -85,7 +85,7 @@ def on_unique(ctx: Context, node: Node, ids: Node, *, return_counts: bool = Fals
         return None
     column = ctx.fact(ids)
     slot = column.slot if isinstance(column, Column) and is_integer(ids) else None
-    routing = _all_ids(ctx, ids) if slot is None else _of_slot(ctx, column)  # type: ignore[arg-type]
+    routing = _all_ids(ctx, ids) if slot is None else _of_slot(ctx, column)
     count = routing.choices if routing is not None else None
     if routing is None or not isinstance(count, int):
         return None

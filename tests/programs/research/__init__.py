@@ -1,6 +1,6 @@
 """Spellings of research and remote code: short layers as people publish them, each with what moefuse makes of it."""
 
-from tests.programs.research import around, capacity, combines, gathered, masks, remote, remote_twins, stores
+from tests.programs.research import around, capacity, combines, gathered, masks, published, remote, remote_twins, stores
 from tests.programs.research.base import SPELLINGS, TWINS, Expected, Layer
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "combines",
     "gathered",
     "masks",
+    "published",
     "remote",
     "remote_twins",
     "stores",

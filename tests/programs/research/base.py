@@ -27,6 +27,7 @@ class Expected:
         whole: one graph; otherwise Dynamo breaks it, as without moefuse.
         train: whether the module is in training mode.
         grad: whether it is differentiated.
+        several: whether one token alone is left as it is.
     """
 
     tier: str | None = None
@@ -37,6 +38,7 @@ class Expected:
     whole: bool = True
     train: bool = True
     grad: bool = True
+    several: bool = False
 
 
 class Layer(nn.Module):
@@ -112,9 +114,9 @@ def _listed(expected: Expected) -> Decorator:
     return add
 
 
-def fused(domain: str, tier: str = "fused", *, train: bool = True, grad: bool = True) -> Decorator:
+def fused(domain: str, tier: str = "fused", *, train: bool = True, grad: bool = True, several: bool = False) -> Decorator:
     """One region of that domain and tier, in one graph."""
-    return _listed(Expected(tier, domain, train=train, grad=grad))
+    return _listed(Expected(tier, domain, train=train, grad=grad, several=several))
 
 
 def refused(code: str, message: str, *, after: str = "", whole: bool = True) -> Decorator:
