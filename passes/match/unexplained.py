@@ -8,13 +8,15 @@ sparse attention). The result is a refusal for the report; nothing is rewritten 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from moefuse import _torch_private
-from moefuse.passes.graph.calls import raw_name, tensor
+from moefuse.passes.graph.calls import Call, raw_name, tensor
 from moefuse.passes.graph.named import operation
 from moefuse.passes.graph.op_classes import INDICES_ALONG, METADATA, PRODUCTS
 from moefuse.passes.graph.sizes import shape_of
@@ -30,6 +32,8 @@ _MULTIPLIES = PRODUCTS | frozenset("conv1d conv2d conv3d mul scaled_mm _scaled_m
 _SELECTS = Mask | Table | Index | IndexMatrix | Sorted | Counts | Hit | Rows | Weight
 _FEWEST = 3
 """So many equal weights beside as many scores; of two, one may be anything."""
+_GROUPS = 6
+"""Where a convolution takes them, of its arguments."""
 _FAR = 64
 """So many operations are looked at on the way from scores to the weights that they come from."""
 
@@ -153,8 +157,10 @@ def _weights_like_scores(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
             shape = shape_of(tensor(weight))  # type: ignore[arg-type]
             seen = [shape_of(tensor(n)) for n in node.all_input_nodes if ctx.storage[n] is weight]  # type: ignore[arg-type]
             count = next((int(s[0]) for s in (shape, *seen) if len(s) >= 3 and s[0] in counts), None)
-            if count is not None and "conv" not in call.name and (met := _meeting(ctx, flow, node)) is not None:
-                return (node if node in flow.chosen or node in ctx.levels else met), count
+            groups = _groups(call, shape)
+            count = groups if groups in counts else None if "conv" in call.name else count
+            if count is not None and (met := _meeting(ctx, flow, node)) is not None:
+                return (node if node in flow.chosen or node in ctx.levels or count == groups else met), count
             if call.name in _MULTIPLIES and call.name != "mul":
                 apart[shape].setdefault(weight, node)
     for readers in apart.values():
@@ -164,6 +170,13 @@ def _weights_like_scores(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
         if count is not None and met is not None:
             return next((n for n in readers.values() if rule_of(ctx.calls[n].name) is None), met), count  # type: ignore[union-attr]
     return None
+
+
+def _groups(call: Call, weight: Sequence[Any]) -> int | None:
+    """Of how many groups of several features a convolution is, each with weights of its own; one of single features is no expert."""
+    given = call.kwargs.get("groups", call.args[_GROUPS] if len(call.args) > _GROUPS else 1)
+    several = "conv" in call.name and isinstance(given, int) and len(weight) >= 2 and weight[1] != 1
+    return given if several and given > 1 else None
 
 
 def _explained(node: Node) -> bool:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.programs.research.base import E, H, I, K, Layer, Listed, fused, twin
+from tests.programs.research.base import E, H, I, K, Layer, Listed, fused, twin, unknown, unseen
 
 
 class Several(Listed):
@@ -182,6 +182,34 @@ class SharedInPlace(Listed):
         out = torch.zeros_like(x).index_add_(0, order // K, y * weights.flatten()[order].unsqueeze(-1))
         out += self.shared(x)
         return out
+
+
+@unknown(E, "conv1d")
+class GroupedConvolutions(Layer):
+    """All experts as two grouped convolutions over one place, of which the chosen groups are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv1d(E * H, E * I, 1, groups=E), nn.Conv1d(E * I, E * H, 1, groups=E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        h = self.up(x.repeat(1, E).unsqueeze(-1)).relu()  # at: GroupedConvolutions
+        y = self.down(h).view(-1, E, H).gather(1, ids[..., None].expand(-1, -1, H))
+        return (y * weights[..., None]).sum(1)
+
+
+@unseen()
+class BestChannels(Layer):
+    """A convolution of each feature, of which a token keeps the best: as many groups as scores are as many as features, and no experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.along = nn.Conv1d(H, H, 1, groups=H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.along(x.unsqueeze(-1)).squeeze(-1)
+        return torch.zeros_like(y).scatter(1, y.topk(K, -1).indices, 1.0) * y
 
 
 @twin
