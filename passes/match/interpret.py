@@ -41,7 +41,7 @@ def per_slot_results(ctx: Context) -> frozenset[Node]:
         if isinstance(fact, Rows) and fact.domain.name == "slots" and has_linear(fact.expr):
             before = [f for f in map(ctx.facts.get, node.all_input_nodes) if isinstance(f, Rows)]
             taken = any(f.domain.name in ("sorted", "dense") and f.expr is fact.expr for f in before)
-            if taken or (_of_one(fact) and not any(_goes_on(ctx.facts.get(user)) for user in node.users)):
+            if taken or (_of_one(ctx, fact) and not any(_goes_on(ctx.facts.get(user)) for user in node.users)):
                 found[node] = fact.expr
     sums = (f for f in ctx.facts.values() if isinstance(f, Combined | Sum)) if found else ()
     rows = (p.rows for f in sums for p in (f.parts if isinstance(f, Sum) else (f,)))
@@ -49,9 +49,14 @@ def per_slot_results(ctx: Context) -> frozenset[Node]:
     return frozenset(node for node, expr in found.items() if id(expr) not in summed)
 
 
-def _of_one(rows: Rows) -> bool:
-    """Whether each token has one row, so that there is nothing to sum."""
-    return rows.domain.routing is not None and same(rows.domain.routing.top_k, 1)
+def _of_one(ctx: Context, rows: Rows) -> bool:
+    """Whether each token has one row, so that there is nothing to sum. (One of several slots is a part of a layer.)"""
+    routing = rows.domain.routing
+    if routing is None or not same(routing.top_k, 1):
+        return False
+    call = ctx.calls.get(routing.node)
+    whole = tensor(call.args[0]) if call is not None and call.name in ("getitem", "select") and call.args else None
+    return whole is None or not whole.dim() or same(whole.shape[-1], 1)
 
 
 def _goes_on(fact: Any) -> bool:

@@ -246,9 +246,9 @@ class UniqueOfTheOtherSlot(Listed):
         return out
 
 
-@fused("slots", "grouped")
+@twin
 class MatricesOfTheSecond(Matrices):
-    """The first product is by the best expert, the second by the one behind it: two layers of one product, of which one is fused."""
+    """The first product is by the best expert, the second by the one behind it."""
 
     def forward(self, x: Tensor) -> Tensor:
         _, ids = self.route(x)
