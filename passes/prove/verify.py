@@ -121,15 +121,17 @@ class Errors:
     """What activations near the middle of two codes weigh."""
     size: float = 1.0
     """Of the result, root mean square."""
+    most: float = math.inf
+    """What is allowed whatever the original loses; finite where it rounds activations and the replacement does not."""
 
     @property
     def allowed(self) -> float:
-        return 1.1 * self.theirs + max(4 * self.eps, self.codes)
+        return min(self.most, 1.1 * self.theirs + max(4 * self.eps, self.codes))
 
     @property
     def differs(self) -> bool:
         """Whether the original is no rounding of its recognised meaning."""
-        return not self.theirs <= far(self.eps) + 2 * self.codes
+        return math.isinf(self.most) and not self.theirs <= far(self.eps) + 2 * self.codes
 
     @property
     def problem(self) -> str:
@@ -155,7 +157,7 @@ def _settled(probe: Callable[[str], Errors | str], kind: str) -> Errors | str:
     # Of all draws together: one whose result is next to nothing, as one number that cancels may be, has a large error of its own size.
     size = math.hypot(*(e.size for e in every)) + 1e-30
     theirs, ours = (math.hypot(*part) / size for part in zip(*((e.theirs * e.size, e.ours * e.size) for e in every), strict=True))
-    return Errors(found.rows * len(every), theirs, ours, found.eps, max(e.codes for e in every), size)
+    return Errors(found.rows * len(every), theirs, ours, found.eps, max(e.codes for e in every), size, found.most)
 
 
 def _compare(
@@ -180,8 +182,7 @@ def _compare(
     found = Errors(len(sample), error(flat, truth), error(new, truth), eps, by_codes, rms(truth))
     if region.unrounded and not found.differs:
         truth = _truth(region, values, weight, leaves, sample, unrounded=True)
-        ours = error(new, truth)
-        found = Errors(len(sample), far(eps) if ours <= far(eps) else 0.0, ours, eps, 0.0, rms(truth))
+        found = Errors(len(sample), error(flat, truth), error(new, truth), eps, 0.0, rms(truth), far(eps))
     distance, size = rms(flat - new), rms(flat) + 1e-30
     if tokens > len(sample) and not distance <= (2 * far(eps) + codes(region)) * size:
         return f"tokens outside the sample differ by {distance / size:.2e} of the result's size"
