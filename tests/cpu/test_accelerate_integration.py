@@ -28,6 +28,11 @@ def _no_state(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> Iterator[N
     """accelerate keeps what it was told in state of the process."""
     monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
     yield
+    forget()
+
+
+def forget() -> None:
+    """Take back what accelerate was told in this process."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 

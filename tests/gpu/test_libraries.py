@@ -33,19 +33,14 @@ FAMILIES = [
 PLACES = ["model", "experts", "products", "off", "loop off"]
 
 
-@pytest.fixture(autouse=True)
-def _no_state() -> Iterator[None]:
-    yield
-    forget()
+@pytest.fixture
+def trained() -> Iterator[Any]:
+    """The tests of accelerate on a CPU, whose helpers these use; what accelerate was told is taken back behind a test."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from tests.cpu import test_accelerate_integration as module
 
-
-def forget() -> None:
-    """accelerate keeps what it was told in state of the process."""
-    with contextlib.suppress(ImportError):
-        from accelerate.state import AcceleratorState, GradientState, PartialState
-
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
+    yield module
+    module.forget()
 
 
 class Cast(nn.Module):
@@ -182,14 +177,13 @@ def test_peft(parameters: list[str]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_accelerator(precision: str) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+def test_accelerator(precision: str, trained: Any) -> None:
     losses = []
     for backend in ("no", "moefuse"):
-        forget()
+        trained.forget()
         torch.manual_seed(0)
         model = tiny.build("qwen3_moe", experts_implementation="eager")
-        accelerator = accelerate.Accelerator(mixed_precision=precision, dynamo_backend=backend)
+        accelerator = trained.Accelerator(mixed_precision=precision, dynamo_backend=backend)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ready, optimizer = accelerator.prepare(model.train(), optimizer)
         ids = tiny.tokens(2, 16).to(accelerator.device)
@@ -205,9 +199,7 @@ def test_accelerator(precision: str) -> None:
     assert losses[1][2] < losses[1][0]
 
 
-def test_trainer(tmp_path: Path) -> None:
-    from tests.cpu.test_accelerate_integration import losses
-
-    got = losses(tmp_path / "moefuse", torch_compile_backend="moefuse", use_cpu=False)
+def test_trainer(tmp_path: Path, trained: Any) -> None:
+    got = trained.losses(tmp_path / "moefuse", torch_compile_backend="moefuse", use_cpu=False)
     fused(tiny.FAMILIES["qwen3_moe"].layers)
-    assert got == pytest.approx(losses(tmp_path / "eager", use_cpu=False), rel=1e-3)
+    assert got == pytest.approx(trained.losses(tmp_path / "eager", use_cpu=False), rel=1e-3)
